@@ -1,0 +1,1492 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 4.5.1 DPO：報酬モデルを作らずに選好から学ぶ
+#
+# 本書 4.5.1 節の式 (4.19) を扱います。
+#
+# 選好データセットから報酬モデルを学習し、その報酬を強化学習で最大化する、というのが RLHF の二段構えでした。
+# DPO（direct preference optimization）は、この二段を一つの分類問題にまとめます。
+# このノートブックでは、式 (4.19) が出てくるまでの一歩一歩を小さな世界で実行し、TRL の `DPOTrainer` と値・勾配が一致することを確かめ、小さな言語モデルを学習させて、DPO で何が起き、何が起きないのかを目で見ます。
+#
+# 実行時間の実測値は [RUNTIMES.md](../RUNTIMES.md) にまとめてあります。
+
+# %%
+import torch
+
+from companion.notebook import check, claim, setup
+
+setup()
+
+# %% [markdown]
+# ## 記号
+#
+# | 記号 | 変数 | 形状 | TRL での名前 |
+# |---|---|---|---|
+# | $x$ | `prompts` | – | `prompt` |
+# | $y_w,\ y_\ell$ （好まれた回答、好まれなかった回答） | `chosen`, `rejected` | – | `chosen`, `rejected` |
+# | $\log\pi_\theta(y_w\mid x),\ \log\pi_\theta(y_\ell\mid x)$ | `chosen_logps`, `rejected_logps` | (B,) | `chosen_logps`, `rejected_logps` |
+# | $\log\pi_{\mathrm{ref}}(y_w\mid x),\ \log\pi_{\mathrm{ref}}(y_\ell\mid x)$ | `ref_chosen_logps`, `ref_rejected_logps` | (B,) | 同じ |
+# | $\beta$ （KL 正則化の係数） | `beta` | – | `beta` |
+# | $r(x,y)$ （真の報酬。学習する側には見えません） | `rewards` | (X, Y) | – |
+# | $\pi^*$ （式 (4.9) を最大にする方策） | `star_logps` （対数確率） | (X, Y) | – |
+# | $\widehat r_\theta(x,y)=\beta\log\frac{\pi_\theta(y\mid x)}{\pi_{\mathrm{ref}}(y\mid x)}$ （暗黙の報酬） | `implicit_rewards` | (B,) | `rewards/chosen`, `rewards/rejected` |
+#
+# B は対の数、X はプロンプトの数、Y は回答の数です。対数確率はすべて、EOS を含む回答のトークンについての **和** です（平均ではありません）。
+
+# %% [markdown]
+# ## 導出
+#
+# ### 全部を数え上げられる世界
+#
+# 式の一歩一歩を「実行」するために、とても小さな言語を用意します。文字は a と b の 2 つ、回答は最長 3 トークン。
+# 回答は EOS（ `$` と書きます）で終わるか、長さの上限で打ち切られます。
+# 打ち切られた回答も立派な回答なので、確率の和はちょうど 1 です。
+# 期待値はどれも有限の和になり、等式の両辺を float64 で計算して比べられます。
+
+# %%
+from companion.exact import World, kl
+
+world = World(prompts=2, letters=2, max_length=3)
+print(len(world.responses), "通りの回答:", " ".join(world.responses))
+
+# %% [markdown]
+# 参照方策 $\pi_{\mathrm{ref}}$ は、ロジットをでたらめに決めた方策です。真の報酬 $r(x,y)$ も乱数で決めます。
+
+# %%
+g = torch.Generator().manual_seed(0)
+beta = 0.5
+ref_logps = world.log_probs(world.random_logits(g))  # (X, Y)
+rewards = world.random_rewards(g)  # (X, Y)
+claim("Σ_y π_ref(y|x) = 1", ref_logps.exp().sum(-1), torch.ones(2))
+
+# %% [markdown]
+# ### 第 1 歩：目的関数 (4.9) の最大点
+#
+# 出発点は RLHF の目的関数 (4.9) です。
+#
+# $$
+# J(\pi)=\mathbb{E}_{y\sim\pi(\cdot\mid x)}[r(x,y)]-\beta D_{\mathrm{KL}}[\pi(\cdot\mid x)\|\pi_{\mathrm{ref}}(\cdot\mid x)]
+# $$
+#
+# **主張** これを最大にするのは、参照方策を報酬の指数で傾けた方策
+#
+# $$
+# \pi^*(y\mid x)=\frac{1}{Z(x)}\pi_{\mathrm{ref}}(y\mid x)\exp\left(\frac{r(x,y)}{\beta}\right),\qquad
+# Z(x)=\sum_y\pi_{\mathrm{ref}}(y\mid x)\exp\left(\frac{r(x,y)}{\beta}\right)
+# $$
+#
+# で、そのときの値は $\beta\log Z(x)$ です。
+
+# %%
+from companion.exact import expect, log_partition, tilt
+
+
+def J(logps):
+    return expect(logps.exp(), rewards) - beta * kl(logps, ref_logps)
+
+
+star_logps = tilt(ref_logps, rewards / beta)
+log_Z = log_partition(ref_logps, rewards / beta)
+claim("J(π*) = β log Z(x)", J(star_logps), beta * log_Z)
+
+# %% [markdown]
+# なぜ最大かというと、ほかのどの方策もちょうど $\beta D_{\mathrm{KL}}[\pi\|\pi^*]$ だけ低くなるからです。KL は負にならず、0 になるのは $\pi=\pi^*$ のときだけです。
+# でたらめな 200 個の方策で確かめます。
+
+# %%
+logps_200 = world.log_probs(world.random_logits(g, 200))  # (200, X, Y)
+claim(
+    "J(π*) − J(π) = β KL(π‖π*)",
+    J(star_logps) - J(logps_200),
+    beta * kl(logps_200, star_logps),
+)
+
+# %% [markdown]
+# ### 第 2 歩：式をひっくり返し、報酬を方策で書く
+#
+# $\pi^*$ の式の対数をとって $r$ について解くと、報酬が方策で書けます。
+#
+# $$
+# r(x,y)=\beta\log\frac{\pi^*(y\mid x)}{\pi_{\mathrm{ref}}(y\mid x)}+\beta\log Z(x)
+# $$
+
+# %%
+log_ratios = star_logps - ref_logps
+claim(
+    "r = β log(π*/π_ref) + β log Z",
+    rewards,
+    beta * log_ratios + beta * log_Z[:, None],
+)
+
+# %% [markdown]
+# ### 第 3 歩：差をとると Z(x) が消える
+#
+# 困るのは $Z(x)$ です。言語モデルでは、すべての回答についての和など計算できません。
+# ところが選好の確率（Bradley–Terry モデル）に現れるのは、同じプロンプトに対する 2 つの報酬の **差** だけです。
+#
+# $$
+# P(y\succ y'\mid x)=\sigma\bigl(r(x,y)-r(x,y')\bigr)
+# =\sigma\left(\beta\log\frac{\pi^*(y\mid x)}{\pi_{\mathrm{ref}}(y\mid x)}-\beta\log\frac{\pi^*(y'\mid x)}{\pi_{\mathrm{ref}}(y'\mid x)}\right)
+# $$
+#
+# $Z(x)$ は $y$ によらないので、差をとれば消えます。
+
+# %%
+from companion.exact import bradley_terry
+
+P = bradley_terry(rewards)  # P[x, y, y'] = P(y ≻ y'|x)
+margins = beta * (log_ratios[:, :, None] - log_ratios[:, None, :])
+claim("P(y≻y'|x) = σ(β × 対数確率比の差)", P, torch.sigmoid(margins))
+
+# %% [markdown]
+# 同じ理由で、プロンプトごとの定数 $c(x)$ を報酬に足しても、選好も $\pi^*$ も変わりません。選好データから分かるのは、プロンプトごとの報酬の差だけです。
+
+# %%
+shifted = rewards + torch.tensor([[3.0], [-7.0]])
+claim("r + c(x) でも P は同じ", bradley_terry(shifted), P)
+claim("r + c(x) でも π* は同じ", tilt(ref_logps, shifted / beta), star_logps)
+
+# %% [markdown]
+# ### 第 4 歩：最尤推定から式 (4.19) へ
+#
+# $\pi^*$ の場所に学習する方策 $\pi_\theta$ を置けば、 $\pi_\theta$ は選好の確率を予測するモデルになります。その負の対数尤度が DPO の損失関数 (4.19) です。
+#
+# $$
+# \mathcal{L}_{\mathrm{DPO}}(\theta)=-\mathbb{E}_{(x,y_w,y_\ell)\sim\mathcal{D}_{\mathrm{HF}}}\left[\log\sigma\left(\beta\log\frac{\pi_\theta(y_w\mid x)}{\pi_{\mathrm{ref}}(y_w\mid x)}-\beta\log\frac{\pi_\theta(y_\ell\mid x)}{\pi_{\mathrm{ref}}(y_\ell\mid x)}\right)\right]
+# \tag{4.19}
+# $$
+#
+# データは無限にあるとしましょう。2 つの回答が確率 $\mu(y,y'\mid x)$ で引かれ、どちらが好まれるかは真の報酬の Bradley–Terry モデルで決まるとします。
+# すると対 $(y_w,y_\ell)$ が現れる確率は $2\mu(y_w,y_\ell)P(y_w\succ y_\ell)$ です（どちらを先に引いても同じ対になるので 2 倍）。期待値は、すべての対についての和になります。
+
+# %%
+from torch.nn.functional import logsigmoid
+
+mu = ref_logps.exp()[:, :, None] * ref_logps.exp()[:, None, :]
+claim("対の確率の和は 1", (2 * mu * P).sum((-2, -1)), torch.ones(2))
+
+
+# %%
+def pair_margins(logps):
+    implicit_rewards = beta * (logps - ref_logps)
+    return implicit_rewards[..., :, None] - implicit_rewards[..., None, :]
+
+
+def population_loss(logps, mu):
+    return -(2 * mu * P * logsigmoid(pair_margins(logps))).sum((-2, -1))
+
+
+# %% [markdown]
+# **主張** 損失の超過分 $\mathcal{L}(\pi)-\mathcal{L}(\pi^*)$ は、選好の確率どうしの KL ダイバージェンスを平均したものです。
+# 負になることはなく、選好の確率がすべて一致したときに 0 になります。
+
+# %%
+def label_kl(logps):
+    p, q = margins, pair_margins(logps)  # 真の選好とモデルのロジット
+    win = P * (logsigmoid(p) - logsigmoid(q))
+    lose = (1 - P) * (logsigmoid(-p) - logsigmoid(-q))
+    return (mu * (win + lose)).sum((-2, -1))
+
+
+# %%
+excess = population_loss(logps_200, mu) - population_loss(star_logps, mu)
+claim("L(π) − L(π*) = E_μ[KL(P*‖P_π)]", excess, label_kl(logps_200))
+check("超過分は 0 以上", excess.min() >= 0, f"最小 {excess.min():.4f}")
+
+# %% [markdown]
+# **主張** すべての回答が（間接的にでも）対でつながっていれば、対の重み $\mu$ がどうであっても、損失の勾配は $\pi^*$ でちょうど 0 です。
+# 損失が測るのは選好の確率の誤差なので、誤差のない $\pi^*$ では、誤差の測り方を変えても最小のままなのです。重みを 5 通りのでたらめな値に変えて確かめます。
+
+# %%
+star_logits = world.logits_of(star_logps)  # π* をトークンごとの方策に戻す
+claim("log π* が元に戻る", world.log_probs(star_logits), star_logps)
+
+# %%
+for _ in range(5):
+    mu_any = torch.rand(mu.shape, generator=g, dtype=mu.dtype)
+    mu_any = mu_any + mu_any.mT  # どちらを先に引いても同じ重み
+    theta = star_logits.clone().requires_grad_()
+    loss = population_loss(world.log_probs(theta), mu_any).sum()
+    (gradient,) = torch.autograd.grad(loss, theta)
+    claim("∇L(π*) = 0", gradient, torch.zeros(()), tol=1e-12)
+
+# %% [markdown]
+# ### 第 5 歩：勾配を読む
+#
+# 一つの対 $(y_w,y_\ell)$ についての勾配は、次のようになります。 $m$ は暗黙の報酬の差（マージン）です。
+#
+# $$
+# \nabla_\theta\mathcal{L}=-\beta\,\sigma(-m)\bigl(\nabla_\theta\log\pi_\theta(y_w\mid x)-\nabla_\theta\log\pi_\theta(y_\ell\mid x)\bigr),\qquad
+# m=\widehat r_\theta(x,y_w)-\widehat r_\theta(x,y_\ell)
+# $$
+#
+# 重み $\beta\,\sigma(-m)$ は、選好を取り違えている対では $\beta$ に近く、もう区別できている対では 0 に近づきます。学習を始めるとき（ $\pi_\theta=\pi_{\mathrm{ref}}$ ）は、どの対でも $\beta/2$ です。
+
+# %%
+from companion.losses import dpo_loss
+
+y_w, y_l = world.responses.index("ab$"), world.responses.index("bba")
+ref_w, ref_l = ref_logps[:1, y_w], ref_logps[:1, y_l]
+
+# %%
+theta = world.random_logits(g).requires_grad_()
+logps = world.log_probs(theta)
+loss = dpo_loss(logps[:1, y_w], logps[:1, y_l], ref_w, ref_l, beta)
+(left,) = torch.autograd.grad(loss, theta, retain_graph=True)
+
+# %%
+m = pair_margins(logps)[0, y_w, y_l]
+log_ratio = logps[0, y_w] - logps[0, y_l]
+(log_ratio_grad,) = torch.autograd.grad(log_ratio, theta)
+right = -beta * torch.sigmoid(-m) * log_ratio_grad
+claim("∇L = −βσ(−m)(∇log π(y_w) − ∇log π(y_l))", left, right)
+
+# %%
+start_w, start_l = (x.clone().requires_grad_() for x in (ref_w, ref_l))
+loss = dpo_loss(start_w, start_l, ref_w, ref_l, beta)
+(weight,) = torch.autograd.grad(-loss, start_w)
+claim("π = π_ref のとき損失は log 2", loss, torch.tensor(2.0).double().log())
+claim("そのとき重みは β/2", weight, beta / 2)
+
+# %% [markdown]
+# ### 第 6 歩：DPO は、方策の姿をした報酬モデルの学習
+#
+# 4.4.2 節の報酬モデルの損失 (4.8) は $-\log\sigma(r_\phi(x,y_w)-r_\phi(x,y_\ell))$ でした。
+# DPO の勾配は、暗黙の報酬 $\widehat r_\theta$ をこの損失に入れ、連鎖律で $\theta$ まで戻したものです。
+#
+# $$
+# \nabla_\theta\mathcal{L}_{\mathrm{DPO}}=\sum_y\frac{\partial\mathcal{L}_{\mathrm{RM}}}{\partial r(x,y)}\,\beta\,\nabla_\theta\log\pi_\theta(y\mid x)
+# $$
+
+# %%
+theta = world.random_logits(g).requires_grad_()
+logps = world.log_probs(theta)
+(dpo_grad,) = torch.autograd.grad(
+    population_loss(logps, mu).sum(), theta, retain_graph=True
+)
+
+# %%
+r_hat = (beta * (logps - ref_logps)).detach().requires_grad_()
+r_margins = r_hat[:, :, None] - r_hat[:, None, :]
+rm_loss = -(2 * mu * P * logsigmoid(r_margins)).sum()
+(dL_dr,) = torch.autograd.grad(rm_loss, r_hat)
+(chained,) = torch.autograd.grad(logps, theta, grad_outputs=beta * dL_dr)
+claim("∇L_DPO = Σ_y ∂L_RM/∂r · β∇log π", dpo_grad, chained)
+
+# %% [markdown]
+# ### 第 7 歩：対に出てこない回答については、何も決まらない
+#
+# 第 4 歩の条件「すべての回答が対でつながっている」を外すとどうなるでしょうか。
+# 対が a で始まる回答の中でしか比べられないとします。すると損失は、 **その中での条件付き確率** だけで決まります。
+# 残りの回答へ確率をいくら移しても、損失は変わりません。
+
+# %%
+inside = torch.tensor([y.startswith("a") for y in world.responses])
+mu_inside = mu * inside[:, None] * inside[None, :]
+
+
+# %%
+def move_mass_outside(logps, log_odds):
+    """Change the odds between the covered responses and the rest."""
+    return tilt(logps, torch.where(inside, 0.0, log_odds).double())
+
+
+log_odds = (-3, -1, 2, 5)
+moved = torch.stack([move_mass_outside(star_logps, c) for c in log_odds])
+left_over = (moved.exp() * ~inside).sum(-1)  # 対に出てこない回答の確率の和
+claim(
+    "外へ確率を移しても L は同じ",
+    population_loss(moved, mu_inside),
+    population_loss(star_logps, mu_inside),
+)
+print("外の確率:", [f"{p:.3f}" for p in left_over[:, 0].tolist()])
+
+# %% [markdown]
+# しかもこの 4 つの方策は、どれも損失の最小点です。 $\pi^*$ と一致するのは条件付き確率だけです。
+
+# %%
+theta = world.logits_of(moved).requires_grad_()
+loss = population_loss(world.log_probs(theta), mu_inside).sum()
+(gradient,) = torch.autograd.grad(loss, theta)
+claim("4 つの方策すべてで ∇L = 0", gradient, torch.zeros(()), tol=1e-12)
+
+# %%
+claim(
+    "a で始まる回答の中では π*",
+    moved[..., inside].log_softmax(-1),
+    star_logps[:, inside].log_softmax(-1),
+)
+nearest = kl(moved, star_logps).min()
+check("全体では π* ではない", nearest > 0.01, f"KL(π‖π*) ≥ {nearest:.3f}")
+
+# %% [markdown]
+# ### 第 8 歩：好まれた回答の確率は、上がるとは限らない
+#
+# 損失が見ているのはマージンだけです。だから $\log\pi_\theta(y_w)$ が **下がっても**、 $\log\pi_\theta(y_\ell)$ がもっと下がれば損失は減ります。
+# スコア関数を $s_w=\nabla_\theta\log\pi_\theta(y_w)$、 $s_\ell=\nabla_\theta\log\pi_\theta(y_\ell)$ と書くと、対が一つのとき、勾配法の最初の一歩での変化率は
+#
+# $$
+# \frac{d}{dt}\log\pi_\theta(y_w)=\beta\,\sigma(-m)\bigl(\|s_w\|^2-\langle s_w,s_\ell\rangle\bigr)
+# $$
+#
+# です。つまり $\langle s_w,s_\ell\rangle>\|s_w\|^2$ のとき、そしてそのときに限って、好まれた回答の確率は下がり始めます。
+# マージンの変化率は $\beta\,\sigma(-m)\|s_w-s_\ell\|^2$ なので、必ず増えます。
+#
+# 回答ごとに特徴ベクトル $\varphi(y)$ があり、重み $\theta$ を **共有** する方策 $\pi_\theta(y)\propto\exp(\theta^\top\varphi(y))$ で確かめます。言語モデルの最後の層と同じ形です。
+
+# %%
+phi = torch.randn(200, 15, 6, generator=g, dtype=torch.float64)  # 200 の世界
+theta = torch.randn(200, 6, generator=g, dtype=torch.float64)
+
+
+def linear_logps(theta):
+    return torch.einsum("sd,syd->sy", theta, phi).log_softmax(-1)
+
+
+# %% [markdown]
+# この方策のスコア関数は $\nabla_\theta\log\pi_\theta(y)=\varphi(y)-\mathbb{E}_{y'\sim\pi_\theta}[\varphi(y')]$ です。学習の始まりなので $\sigma(-m)=1/2$ です。
+
+# %%
+probs = linear_logps(theta).exp()
+scores = phi - torch.einsum("sy,syd->sd", probs, phi)[:, None]
+s_w, s_l = scores[:, 0], scores[:, 1]
+rate = beta / 2 * ((s_w**2).sum(-1) - (s_w * s_l).sum(-1))
+
+# %% [markdown]
+# 自動微分で DPO の勾配を求め、その向きに進んだときの $\log\pi_\theta(y_w)$ の変化率と比べます。
+
+# %%
+start = linear_logps(theta)
+tracked = theta.clone().requires_grad_()
+now = linear_logps(tracked)
+loss = dpo_loss(now[:, 0], now[:, 1], start[:, 0], start[:, 1], beta)
+(gradient,) = torch.autograd.grad(200 * loss, tracked)  # 平均を和に戻す
+
+# %%
+_, change = torch.func.jvp(linear_logps, (theta,), (-gradient,))
+claim("d log π(y_w)/dt = βσ(−m)(‖s_w‖² − ⟨s_w,s_l⟩)", change[:, 0], rate)
+check("マージンは必ず増える", (change[:, 0] > change[:, 1]).all())
+share = (change[:, 0] < 0).double().mean()
+check("y_w の確率が下がり始める世界もある", share > 0, f"{share:.1%}")
+
+# %% [markdown]
+# 一方、パラメータを共有しない表形式の方策では、決して下がりません。共通の接頭辞の後で分かれるところでは $\langle s_w,s_\ell\rangle$ への寄与が必ず $\|s_w\|^2$ より小さくなり、分かれた後は共通のパラメータがないからです。
+# すべての回答の対と 200 個の方策で調べます。
+
+# %%
+theta = world.random_logits(g, 200)[:, :1]  # プロンプトは 1 つで十分
+one = World(prompts=1, letters=2, max_length=3)
+jacobian = torch.func.vmap(torch.func.jacrev(one.log_probs))(theta)
+scores = jacobian.flatten(3)[:, 0]  # (200, Y, パラメータ)
+gram = scores @ scores.mT
+
+# %%
+rates = gram.diagonal(dim1=-2, dim2=-1)[:, :, None] - gram
+rates = rates[:, ~torch.eye(len(one.responses), dtype=torch.bool)]
+check("表形式では、好まれた回答の確率が必ず上がる", rates.min() > 0,
+      f"{rates.numel():,} 組の最小値 {rates.min():.4f}")
+
+# %% [markdown]
+# ## 実装
+#
+# 式 (4.19) を、そのまま NumPy で書きます。引数は、回答ごとの「トークンの対数確率の列」です。
+# 回答の長さはまちまちなので、リストに入れて渡します。
+
+# %%
+import numpy as np
+
+
+def log_ratio(logps_i, ref_logps_i):
+    return sum(logps_i[t] - ref_logps_i[t] for t in range(len(logps_i)))
+
+
+def dpo_loss_numpy(chosen, rejected, ref_chosen, ref_rejected, beta):
+    total = 0.0
+    for i in range(len(chosen)):
+        margin = beta * log_ratio(chosen[i], ref_chosen[i])
+        margin -= beta * log_ratio(rejected[i], ref_rejected[i])
+        total += np.logaddexp(0.0, -margin)  # −log σ(m)、桁あふれなし
+    return total / len(chosen)
+
+
+# %% [markdown]
+# パッケージの `dpo_loss` は、同じ式をベクトルで書いた PyTorch 版です。
+# 対数確率は和をとってから渡します。前半はドキュメントと入力の検査、式は最後の 4 行です。
+
+# %%
+import inspect
+
+print(inspect.getsource(dpo_loss))
+
+# %%
+rng = np.random.default_rng(0)
+lengths = rng.integers(1, 9, size=(2, 6))  # 6 対、長さは 1〜8
+tokens = [
+    [-rng.exponential(2.0, size=n) for n in side]
+    for side in (lengths[0], lengths[1], lengths[0], lengths[1])
+]
+sums = [torch.tensor([y.sum() for y in side]) for side in tokens]
+
+# %%
+claim(
+    "NumPy = PyTorch",
+    dpo_loss_numpy(*tokens, beta=0.3),
+    dpo_loss(*sums, beta=0.3),
+    tol=1e-12,
+)
+
+# %% [markdown]
+# 勾配は、数値微分と比べます（`gradcheck`）。参照方策の対数確率はただのデータなので、勾配は流れません。
+# 対数確率比の差が 2、 $\beta=0.1$ のときの値も、手計算と合わせておきましょう。
+
+# %%
+w_, l_, ref_w, ref_l = (x.clone().requires_grad_() for x in sums)
+ok = torch.autograd.gradcheck(
+    lambda a, b: dpo_loss(a, b, ref_w, ref_l, 0.3), (w_, l_)
+)
+check("gradcheck", ok)
+
+# %%
+dpo_loss(w_, l_, ref_w, ref_l, 0.3).backward()
+check("参照方策に勾配は流れない", ref_w.grad is None and ref_l.grad is None)
+
+# %%
+three, five = torch.tensor([-3.0]), torch.tensor([-5.0])
+value = dpo_loss(three, five, five, five, beta=0.1)
+claim("−log σ(0.1 × 2)", value, np.log1p(np.exp(-0.2)), tol=1e-6)
+
+# %% [markdown]
+# ## TRL との照合
+#
+# ### 同じモデル、同じデータで、損失と勾配を比べる
+#
+# 相手は TRL の `DPOTrainer` そのものです。ウォームアップ済みの小さなモデル（float64）を参照方策とし、その重みを少し動かしたものを方策とします。
+# データは、「20未満の素数の合計は？」のような問題の選好データ 8 対です。回答の長さはそろっていません。
+
+# %%
+from companion.lm import load
+
+ref_model, tokenizer = load("prime-sums", dtype=torch.float64)
+model, _ = load("prime-sums", dtype=torch.float64)
+with torch.no_grad():
+    for p in model.parameters():
+        p += 0.02 * torch.randn(p.shape, generator=g, dtype=p.dtype)
+
+# %%
+from companion.tasks import PRIME_SUMS, preferences
+
+pairs = preferences(PRIME_SUMS, 8, seed=0)
+pairs.to_pandas().head(4)
+
+# %% [markdown]
+# `preference_batch` は、TRL のコレータで対をバッチにします。前半の 8 行が好まれた回答、後半の 8 行が好まれなかった回答です。
+
+# %%
+from companion.oracle import preference_batch, trl_dpo
+
+eos, pad = tokenizer.eos_token, tokenizer.pad_token_id
+x, chosen, rejected = (
+    tokenizer([text + end for text in pairs[column]])["input_ids"]
+    for column, end in (("prompt", ""), ("chosen", eos), ("rejected", eos))
+)
+batch = preference_batch(x, chosen, rejected, pad_token_id=pad)
+{name: tuple(tensor.shape) for name, tensor in batch.items()}
+
+# %% [markdown]
+# `trl_dpo` は、TRL のトレーナーの `compute_loss` をそのまま呼び、損失と、モデルの全パラメータについての勾配を返します。
+
+# %%
+theirs = trl_dpo(
+    model, ref_model, batch, tokenizer, loss_type="sigmoid", beta=0.1
+)
+
+# %% [markdown]
+# こちらは、同じモデルから対数確率を計算し、`dpo_loss` に渡します。
+
+# %%
+from companion.lm import sequence_log_probs
+
+chosen_logps, rejected_logps = sequence_log_probs(model, **batch).chunk(2)
+with torch.no_grad():
+    ref_both = sequence_log_probs(ref_model, **batch).chunk(2)
+ref_chosen_logps, ref_rejected_logps = ref_both
+ours = dpo_loss(chosen_logps, rejected_logps, *ref_both, beta=0.1)
+ours.backward()
+
+# %%
+claim("損失: PyTorch = TRL", ours, theirs.loss, tol=1e-12)
+gaps = {
+    name: (p.grad - theirs.gradients[name]).abs().max().item()
+    for name, p in model.named_parameters()
+}
+check("全パラメータの勾配が一致", max(gaps.values()) <= 1e-12,
+      f"{len(gaps)} 個のテンソルで最大差 {max(gaps.values()):.0e}")
+
+# %% [markdown]
+# NumPy 版にも、トークンごとの対数確率を渡して、表にまとめます。
+
+# %%
+from companion.lm import token_log_probs
+
+
+def completion_tokens(lm):
+    """Per response, its tokens' log-probs: the chosen, the rejected."""
+    logps = token_log_probs(lm, **batch).detach()
+    masks = batch["completion_mask"].bool()
+    rows = [row[m].numpy() for row, m in zip(logps, masks, strict=True)]
+    return rows[:8], rows[8:]
+
+
+# %%
+import pandas as pd
+
+tokens = *completion_tokens(model), *completion_tokens(ref_model)
+losses = [dpo_loss_numpy(*tokens, beta=0.1), ours.item(), theirs.loss.item()]
+shown = [f"{v:.12f}" for v in losses] + [f"{max(losses) - min(losses):.0e}"]
+table = pd.DataFrame([shown], index=["式 (4.19)"])
+table.columns = ["NumPy", "torch", "TRL", "最大差"]
+claim("NumPy = TRL", losses[0], losses[2], tol=1e-12)
+table
+
+# %% [markdown]
+# ### サポートページのコードを動くように書く
+#
+# サポートページの `DPOTrainer` の例は、次の 3 か所を変えると、ノート PC の CPU でもそのまま動きます。
+
+# %%
+from datasets import Dataset
+
+preference_dataset = Dataset.from_list([{
+    "prompt": "日本の首都は？",
+    "chosen": "東京です。",
+    "rejected": "札幌です。",
+}])
+
+# %%
+import tempfile
+
+from trl import DPOConfig, DPOTrainer
+
+from companion.lm import checkpoint
+
+trainer = DPOTrainer(
+    model=str(checkpoint("prime-sums")),  # 変更 1
+    processing_class=tokenizer,
+    args=DPOConfig(
+        output_dir=tempfile.mkdtemp(),  # 変更 2
+        loss_type="sigmoid",
+        beta=0.1,
+        bf16=torch.cuda.is_available(),  # 変更 3
+        logging_steps=1,  # 損失を毎回記録します（既定値は 10 回に 1 回）
+    ),
+    train_dataset=preference_dataset,
+)
+
+# %% [markdown]
+# `trainer.train()` で学習します。このノートブックでは、進み具合を 1 本の棒で示し、記録を表にして返す `train` から呼びます。
+
+# %%
+from companion.training import train
+
+train(trainer)[["step", "loss", "rewards/margins"]]
+
+# %% [markdown]
+# 1. **モデルは、保存した場所で渡します。** `ref_model` を渡さないと、TRL は参照方策を「モデルが読み込まれた場所」から読み直すからです。メモリの中で作っただけのモデルには、その場所がありません。
+# 2. **出力先は、一時フォルダにします。** 例の `outputs/dpo` でも動きますが、ノートブックの隣にフォルダが増えます。
+# 3. **`bf16` を明示します。** 何も書かないと TRL は bf16 を使おうとし、CPU だけのマシンではエラーになります。
+#
+# 1 と 3 は、変えないとどうなるでしょうか。
+
+# %%
+def error_of(build):
+    try:
+        build()
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:50]}…"
+    return "エラーになりません"
+
+
+folder = tempfile.mkdtemp()
+on_cpu = dict(output_dir=folder, use_cpu=True, bf16=False)
+
+# %%
+from companion.lm import new_model
+
+
+def in_memory():
+    DPOTrainer(new_model(), args=DPOConfig(**on_cpu),
+               processing_class=tokenizer, train_dataset=preference_dataset)
+
+
+message = error_of(in_memory)
+check("メモリの中のモデル", "OSError" in message, message)
+
+# %%
+if torch.cuda.is_available():
+    print("SKIPPED: GPU では、bf16 を書かなくても動きます")
+else:
+    message = error_of(lambda: DPOConfig(output_dir=folder))
+    check("bf16 を書かない", "bf16" in message, message)
+
+# %% [markdown]
+# ### 式と TRL の違い
+#
+# 損失そのものは、見てきたとおり式と一致します。違いは、式に書かれていないところ、つまり「何を対数確率として渡すか」にあります。一つずつ、数で確かめましょう。
+#
+# **EOS も回答の一部です。** TRL は、回答の終わりに EOS がなければ付け足し、その確率も和に入れます。
+
+# %%
+from companion.lm import completion_batch
+
+differences = {}
+question = ["20未満の素数の合計は？"]
+with torch.no_grad():
+    with_eos, without_eos = (
+        sequence_log_probs(
+            ref_model, **completion_batch(tokenizer, question, ["77"], eos=e)
+        ).item()
+        for e in (True, False)
+    )
+
+# %%
+check("EOS の分だけ小さい", with_eos < without_eos)
+differences["EOS も和に入る"] = f"log π: {without_eos:.4f} → {with_eos:.4f}"
+
+# %% [markdown]
+# **パディングは、値ではなく位置で見分けます。** パディングと EOS が同じトークンでも、回答の最後の EOS は消えません。
+# 自分で `input_ids != pad_token_id` のようなマスクを作ると、この EOS を落としてしまいます。
+
+# %%
+rows = [[5]], [[6, 7, 0]], [[8, 9, 9, 9, 0]]  # EOS も PAD も 0 番
+same_id = preference_batch(*rows, pad_token_id=0)
+by_position = same_id["completion_mask"][0].sum()
+by_value = (same_id["input_ids"][0, 1:] != 0).sum()
+check("EOS が残る", by_position == 3 and by_value == 2)
+differences["パディングは位置で"] = f"{by_position} 個（値では {by_value}）"
+
+# %% [markdown]
+# **長すぎるデータは、黙って切られるか、捨てられます。** `max_length` （既定値 1024）を超えた回答は途中で切られ、EOS もなくなります。
+# プロンプトだけで `max_length` に届いた行は、データセットから消えます。何行残ったかは、自分で確かめるしかありません。
+
+# %%
+three_rows = Dataset.from_list([
+    dict(prompt=x, chosen="77", rejected="78")
+    for x in ("1+", "1234+", "123456789+")
+])
+
+
+def with_max_length(n):
+    return DPOTrainer(
+        str(checkpoint("prime-sums")), processing_class=tokenizer,
+        args=DPOConfig(max_length=n, **on_cpu), train_dataset=three_rows,
+    )
+
+
+# %%
+short = with_max_length(6)
+kept = len(short.train_dataset)
+masks = short.data_collator(list(short.train_dataset))["completion_mask"]
+cut = masks[:kept].sum(-1).tolist()
+check("1 行が消え、1 行は切られる", kept == 2 and cut == [3, 1])
+differences["max_length=6"] = f"3 行中 {kept} 行、回答は {cut} トークン"
+
+# %% [markdown]
+# 一行も残らなくても、エラーが出るのは学習を始めてからで、理由は書かれていません。
+
+# %%
+message = error_of(lambda: with_max_length(2).train())
+check("0 行のとき", "num_samples" in message, message)
+
+# %% [markdown]
+# **参照方策は、フォルダから読み直されます。** 読み込んだ後でモデルの重みを変えても、 $\pi_{\mathrm{ref}}$ はフォルダの中身のままです。
+# 「学習前の方策」が参照方策になるつもりでほかの重みを入れると、最初の損失が log 2 になりません。
+
+# %%
+def first_loss(lm):
+    trainer = DPOTrainer(
+        lm, processing_class=tokenizer, train_dataset=pairs,
+        args=DPOConfig(beta=1.0, max_steps=1, logging_steps=1, **on_cpu),
+    )
+    return train(trainer)["loss"].iloc[0]
+
+
+# %%
+untouched, changed = (load("prime-sums")[0] for _ in range(2))
+changed.load_state_dict(load("sorting")[0].state_dict())
+at_start, at_changed = first_loss(untouched), first_loss(changed)
+claim("読み込んだままなら log 2", at_start, np.log(2), tol=1e-5)
+check("変えると log 2 から外れる", abs(at_changed - np.log(2)) > 0.5)
+differences["参照方策を読み直す"] = f"損失 {at_start:.4f}、{at_changed:.4f}"
+
+# %% [markdown]
+# **ドロップアウトには、止まるものと止まらないものがあります。** TRL は `disable_dropout=True` （既定値）で `torch.nn.Dropout` を止めます。
+# ところが Qwen2 などの注意機構のドロップアウトは、`torch.nn.Dropout` ではなく関数として書かれているので、止まりません。公開されているモデルの多くではこの値が 0 なので、ふだんは気づかないだけです。
+
+# %%
+noisy, _ = load("prime-sums", dtype=torch.float64)
+for layer in noisy.model.layers:
+    layer.self_attn.attention_dropout = 0.5
+rate_0, rate_5 = (
+    trl_dpo(lm, model, batch, tokenizer, beta=0.1).loss.item()
+    for lm in (ref_model, noisy)
+)
+check("同じ重みなのに損失が違う", abs(rate_0 - rate_5) > 1e-3)
+differences["ドロップアウト 0 と 0.5"] = f"{rate_0:.4f} と {rate_5:.4f}"
+
+# %% [markdown]
+# **引き分けは、不正解に数えます。** 学習を始めるとき、方策は参照方策と同じなので、暗黙の報酬はどの回答でも 0 です。TRL が記録する `rewards/accuracies` は「好まれたほうが **大きい** 」割合なので、このとき 0.5 ではなく 0 になります。
+
+# %%
+same, _ = load("prime-sums", dtype=torch.float64)
+tie = trl_dpo(same, ref_model, batch, tokenizer, beta=0.1)
+tie_accuracy = tie.metrics["rewards/accuracies"]
+claim("学習前の損失は log 2", tie.loss, np.log(2), tol=1e-12)
+check("正解率は 0", tie_accuracy == 0)
+differences["引き分け"] = f"学習前の正解率は {tie_accuracy:.0f}"
+
+# %% [markdown]
+# **文字列をつないでから、トークンに分けます。** プロンプトの終わりと回答の始まりがくっついて 1 つのトークンになるトークナイザでは、TRL は警告を出し、つないだ列をプロンプトのトークン数のところで切ります。回答の始まりは、消えてしまいます。
+# 「ab」を 1 トークンにするトークナイザで見てみましょう。
+
+# %%
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+names = ["<pad>", "<eos>", "a", "b", "ab"]
+ids = {name: i for i, name in enumerate(names)}
+merging = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.BPE(ids, merges=[("a", "b")])),
+    pad_token="<pad>",
+    eos_token="<eos>",
+)
+
+
+# %%
+def tokenized(row, tokenizer):
+    """What TRL's DPOTrainer makes of one row."""
+    return DPOTrainer(
+        str(checkpoint("prime-sums")), processing_class=tokenizer,
+        args=DPOConfig(**on_cpu), train_dataset=Dataset.from_list([row]),
+    ).train_dataset[0]
+
+
+row = tokenized({"prompt": "a", "chosen": "b", "rejected": "a"}, merging)
+left = merging.convert_ids_to_tokens(row["chosen_ids"])
+check("「b」が消え、EOS だけが残る", left == ["<eos>"])
+differences["つなぎ目のトークン"] = f"回答「b」に残るのは {left}"
+
+# %% [markdown]
+# **会話形式では、EOS を付けるのはチャットテンプレートの仕事です。** 「アシスタントの番」を示す見出しは、プロンプトと回答をつないだ列に、ちょうど一度だけ現れます。
+# 一方、テンプレートが回答の終わりに EOS を書かなければ、TRL は付け足しません。そのモデルは、いつ話し終えるかを学べなくなります。
+
+# %%
+_, chat = load("prime-sums")
+chat.chat_template = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+row = tokenized({
+    "prompt": [{"role": "user", "content": "1+2"}],
+    "chosen": [{"role": "assistant", "content": "3"}],
+    "rejected": [{"role": "assistant", "content": "4"}],
+}, chat)
+
+# %%
+ids = row["prompt_ids"] + row["chosen_ids"]
+headers, ends = chat.decode(ids).count("a:"), ids.count(chat.eos_token_id)
+check("見出しは 1 回、EOS は 0 回", (headers, ends) == (1, 0),
+      chat.decode(ids))
+differences["会話形式の EOS"] = f"{ends} 個（テンプレートに書かなければ）"
+
+# %% [markdown]
+# **新しい版は float32 で計算します。** TRL 1.15 以降は、モデルが float64 でも対数確率を float32 で求めます。同じことをまねると、損失はこれだけずれます。版ごとの実測値は [RUNTIMES.md](../RUNTIMES.md) にあります。
+
+# %%
+in_float32 = dpo_loss(
+    chosen_logps.float(), rejected_logps.float(),
+    ref_chosen_logps.float(), ref_rejected_logps.float(), beta=0.1,
+)
+gap = abs(in_float32.double() - ours).item()
+check("float32 の丸めの大きさ", 0 < gap < 1e-6)
+differences["1.15 以降は float32"] = f"損失の差 {gap:.0e}"
+
+# %% [markdown]
+# **既定値** も見ておきます。学習率 1e-6 は大きな事前学習済みモデルのための値で、このノートブックの小さなモデルは、ほとんど動きません。
+
+# %%
+defaults = DPOConfig(**on_cpu)
+for name in ("beta", "learning_rate", "max_length", "logging_steps",
+             "per_device_train_batch_size", "gradient_checkpointing"):
+    differences[f"既定値 {name}"] = str(getattr(defaults, name))
+pd.DataFrame(differences.items(), columns=["式と TRL の違い", "測った値"])
+
+# %% [markdown]
+# ### ほかの `loss_type`
+#
+# `DPOTrainer` は、`loss_type` を変えるだけで、DPO の仲間の損失になります。上と同じデータ、同じモデルでの TRL の値を並べます。
+# 式では $u=\log\frac{\pi_\theta(y_w)}{\pi_{\mathrm{ref}}(y_w)}$、 $v=\log\frac{\pi_\theta(y_\ell)}{\pi_{\mathrm{ref}}(y_\ell)}$、 $\Delta=u-v$ と書きます。 $\varepsilon$ は `label_smoothing` です。
+#
+# | `loss_type` | 1 対の損失 | 出典 |
+# |---|---|---|
+# | `sigmoid` | $-\log\sigma(\beta\Delta)$ | DPO [2305.18290](https://arxiv.org/abs/2305.18290) |
+# | `hinge` | $\max(0,1-\beta\Delta)$ | SLiC [2305.10425](https://arxiv.org/abs/2305.10425) |
+# | `ipo` | $\left(\frac{u}{\lvert y_w\rvert}-\frac{v}{\lvert y_\ell\rvert}-\frac{1}{2\beta}\right)^2$ | IPO [2310.12036](https://arxiv.org/abs/2310.12036)、長さで割るのは TRL |
+# | `exo_pair` | $D_{\mathrm{KL}}[\mathrm{Bern}(\sigma(\beta\Delta))\,\Vert\,\mathrm{Bern}(1-\varepsilon)]$ | EXO [2402.00856](https://arxiv.org/abs/2402.00856) |
+# | `nca_pair` | $-\log\sigma(\beta u)-\frac12\log\sigma(-\beta u)-\frac12\log\sigma(-\beta v)$ | NCA [2402.05369](https://arxiv.org/abs/2402.05369) |
+# | `robust` | $\frac{-(1-\varepsilon)\log\sigma(\beta\Delta)+\varepsilon\log\sigma(-\beta\Delta)}{1-2\varepsilon}$ | Robust DPO [2403.00409](https://arxiv.org/abs/2403.00409) |
+# | `bco_pair` | $-\log\sigma(\beta u)-\log\sigma(-\beta v)$ | BCO [2404.04656](https://arxiv.org/abs/2404.04656) の簡略版 |
+# | `sppo_hard` | $\left(u-\frac{1}{2\beta}\right)^2+\left(v+\frac{1}{2\beta}\right)^2$ | SPPO [2405.00675](https://arxiv.org/abs/2405.00675) |
+# | `aot` | 方策と参照方策の対数比を別々に並べ替え、その差に $-\log\sigma(\beta\,\cdot)$ | AOT [2406.05882](https://arxiv.org/abs/2406.05882) |
+# | `aot_unpaired` | $u$ と $v$ を別々に並べ替え、その差に $-\log\sigma(\beta\,\cdot)$ | AOT [2406.05882](https://arxiv.org/abs/2406.05882) |
+# | `apo_zero` | $1-\sigma(\beta u)+\sigma(\beta v)$ | APO [2408.06266](https://arxiv.org/abs/2408.06266) |
+# | `apo_down` | $\sigma(\beta u)+1-\sigma(\beta\Delta)$ | APO [2408.06266](https://arxiv.org/abs/2408.06266) |
+# | `discopop` | $(1-\rho)(-\log\sigma(\beta\Delta))+\rho\,e^{-\beta\Delta}$、 $\rho=\sigma(\beta\Delta/\tau)$ | DiscoPOP [2406.08414](https://arxiv.org/abs/2406.08414) |
+# | `sft` | $-\log\pi_\theta(y_w)$ の、バッチ全体でのトークン平均 | 教師あり学習 |
+# | `sigmoid_norm` | $-\log\sigma\left(\beta\frac{u}{\lvert y_w\rvert}-\beta\frac{v}{\lvert y_\ell\rvert}\right)$ | 長さで割った DPO、[2411.15124](https://arxiv.org/abs/2411.15124) |
+#
+# この表の式を自分で計算し、TRL の値と突き合わせます。
+
+# %%
+u = (chosen_logps - ref_chosen_logps).detach()
+v = (rejected_logps - ref_rejected_logps).detach()
+n_w, n_l = batch["completion_mask"].sum(-1).chunk(2)
+bu, bv, bd = 0.1 * u, 0.1 * v, 0.1 * (u - v)
+by_length = u / n_w - v / n_l
+ls, sg = logsigmoid, torch.sigmoid
+
+# %%
+eps = torch.tensor(1e-3).double()
+by_hand = {
+    "sigmoid": -ls(bd),
+    "hinge": torch.relu(1 - bd),
+    "ipo": (by_length - 5) ** 2,
+    "exo_pair": sg(bd) * (ls(bd) - (1 - eps).log())
+    + sg(-bd) * (ls(-bd) - eps.log()),
+    "nca_pair": -ls(bu) - ls(-bu) / 2 - ls(-bv) / 2,
+    "robust": (-0.9 * ls(bd) + 0.1 * ls(-bd)) / 0.8,
+    "bco_pair": -ls(bu) - ls(-bv),
+    "sppo_hard": (u - 5) ** 2 + (v + 5) ** 2,
+}
+
+# %%
+gap = (chosen_logps - rejected_logps).detach().sort().values
+ref_gap = (ref_chosen_logps - ref_rejected_logps).sort().values
+rho = sg(bd / 0.05)  # τ = 0.05 は TRL の既定値
+by_hand |= {
+    "aot": -ls(0.1 * (gap - ref_gap)),
+    "aot_unpaired": -ls(bu.sort().values - bv.sort().values),
+    "apo_zero": 1 - sg(bu) + sg(bv),
+    "apo_down": sg(bu) + 1 - sg(bd),
+    "discopop": -(1 - rho) * ls(bd) + rho * torch.exp(-bd),
+    "sft": -chosen_logps.detach().sum() / n_w.sum(),
+    "sigmoid_norm": -ls(0.1 * by_length),
+}
+
+# %%
+smoothing = {"exo_pair": 1e-3, "robust": 0.1}
+trl_values = {
+    name: trl_dpo(
+        model, ref_model, batch, tokenizer, loss_type=name, beta=0.1,
+        label_smoothing=smoothing.get(name, 0.0),
+    ).loss.item()
+    for name in by_hand
+}
+hand_values = {name: x.mean().item() for name, x in by_hand.items()}
+pd.DataFrame({"TRL の値": trl_values, "式の値": hand_values}).round(6)
+
+# %%
+claim("15 通りの式 = TRL", list(hand_values.values()),
+      list(trl_values.values()), tol=1e-6)
+
+# %% [markdown]
+# （`exo_pair` だけは、TRL が $\varepsilon$ を float32 に丸めるので、1e-7 ほどずれます。）
+#
+# 表に漏れがないことも確かめます。知らない名前を渡すと、TRL は知っている名前をすべて教えてくれます。
+
+# %%
+import re
+
+try:
+    trl_dpo(model, ref_model, batch, tokenizer, loss_type="?")
+except ValueError as error:
+    known = set(re.findall(r"'(\w+)'", str(error)))
+check("すべて載せた", known == set(by_hand), f"{len(known)} 種類")
+
+# %% [markdown]
+# ## 学習
+#
+# 小さな言語モデルを、TRL の `DPOTrainer` で学習させます。課題は 6 桁の数字の並べ替え（`780667>` → `066778`）です。
+# 出発点のモデルは、4 割が正解、残りがもっともらしい間違い、という手本で学んであります（ウォームアップ）。答えは「知って」いますが、サンプリングすると半分以上まちがえます。
+# ですから、ここで見るのは、新しい能力が生まれるところではなく、選好によって正解が **選び取られていく** ところです。
+#
+# 選好データは、手本と同じ分布から引いた 2 つの回答を、真の報酬の Bradley–Terry モデルで比べたものです。
+# 真の報酬は、合っている桁の数に、全部合っていれば 2 を足したものです。ラベルには雑音があり、ときには正解のほうが負けます。
+
+# %%
+from companion.tasks import SORTING
+from companion.training import preset
+
+dpo_preset = preset("dpo")
+sort_pairs = preferences(SORTING, dpo_preset.examples, seed=0)
+sort_pairs.to_pandas().head(4)
+
+# %%
+for column, text in (("chosen", "好まれた"), ("rejected", "負けた")):
+    right = [
+        y == SORTING.answer(x)
+        for x, y in zip(sort_pairs["prompt"], sort_pairs[column], strict=True)
+    ]
+    print(f"正解が{text}対: {np.mean(right):.1%}")
+
+# %% [markdown]
+# 大きさ、学習率、 $\beta$ は、パッケージの表（プリセット）から取ります。 $\beta$ は、この課題でよく学習することを確かめた値です。サポートページの $\beta=0.1$ は、すぐ後で試します。
+
+# %%
+from dataclasses import asdict
+
+pd.DataFrame([asdict(dpo_preset)])
+
+# %%
+def train_dpo(beta):
+    trainer = DPOTrainer(
+        model=str(checkpoint("sorting", dpo_preset.size)),
+        processing_class=tokenizer,
+        args=DPOConfig(
+            loss_type="sigmoid", beta=beta, **dpo_preset.arguments()
+        ),
+        train_dataset=sort_pairs,
+    )
+    return trainer.model, train(trainer)
+
+
+# %%
+trained_model, history = train_dpo(dpo_preset.beta)
+
+# %%
+from companion.plots import curves
+
+both = {"好まれた": "chosen", "好まれない": "rejected"}
+curves(history, {
+    "損失": "loss",
+    "選好の正解率（学習データ）": "rewards/accuracies",
+    "マージン": "rewards/margins",
+    "回答の対数確率": {label: f"logps/{y}" for label, y in both.items()},
+    "暗黙の報酬": {label: f"rewards/{y}" for label, y in both.items()},
+    "勾配のノルム": "grad_norm",
+})
+
+# %% [markdown]
+# 学習に使っていないプロンプトで、正解率を測ります。「貪欲」は、いちばん確率の高い文字を選びつづけたとき、「サンプリング」は、温度 1 で引いたときです。
+# 参照方策からの KL ダイバージェンスも、引いた回答の対数確率比の平均で見積もります。
+
+# %%
+from companion.lm import generate, measure
+
+sft_model, _ = load("sorting", dpo_preset.size)
+prompts = SORTING.test_prompts
+
+
+def log_prob(lm, ys):
+    rows = completion_batch(tokenizer, prompts, ys)
+    with torch.no_grad():
+        return sequence_log_probs(
+            lm, **{name: ids.to(lm.device) for name, ids in rows.items()}
+        ).cpu()
+
+
+# %%
+def report(lm):
+    ys = generate(lm, tokenizer, prompts, max_new_tokens=8, temperature=1.0)
+    kl_estimate = (log_prob(lm, ys) - log_prob(sft_model, ys)).mean().item()
+    scores = measure(lm, tokenizer, SORTING, prompts)
+    return scores | {"KL(π‖π_ref)": kl_estimate}
+
+
+before, after = report(sft_model), report(trained_model)
+claim("学習前の KL は 0", before["KL(π‖π_ref)"], 0.0, tol=1e-6)
+
+# %%
+from companion.plots import before_after
+
+titles = {"sampled": "サンプリングの正解率", "greedy": "貪欲な正解率"}
+before_after(
+    {title: (before[key], after[key]) for key, title in titles.items()},
+    limits=(0, 1),
+)
+
+# %%
+gain = after["sampled"] - before["sampled"]
+check("サンプリングの正解率が 0.2 以上あがる", gain > 0.2, f"+{gain:.3f}")
+check("貪欲な正解率は 0.95 以上を保つ", after["greedy"] > 0.95)
+margin = history["rewards/margins"].iloc[-1]
+check("マージンが増える", margin > 0.5, f"0 → {margin:.2f}")
+
+# %% [markdown]
+# 同じプロンプト、同じ乱数で、回答を並べてみます。
+
+# %%
+samples = pd.DataFrame({"プロンプト": prompts[:8]})
+for name, lm in (("学習前", sft_model), ("学習後", trained_model)):
+    ys = generate(
+        lm, tokenizer, prompts[:8], max_new_tokens=8, temperature=1.0
+    )
+    samples[name] = [
+        f"{y} {'○' if y == SORTING.answer(x) else '×'}"
+        for x, y in zip(prompts[:8], ys, strict=True)
+    ]
+samples
+
+# %% [markdown]
+# ### サポートページの β = 0.1 では
+#
+# ほかの設定はそのままで、 $\beta$ だけを 0.1 にします。 $\beta$ が小さいほど、同じマージンを得るのに、参照方策から遠くまで行かなければなりません。
+
+# %%
+low_model, low_history = train_dpo(beta=0.1)
+low = report(low_model)
+
+# %%
+columns = ["rewards/accuracies", "logps/chosen", "logps/rejected"]
+rows = [
+    scores | h[columns].iloc[-1].to_dict()
+    for scores, h in ((after, history), (low, low_history))
+]
+pd.DataFrame(rows, index=[f"β = {dpo_preset.beta:g}", "β = 0.1"]).round(3)
+
+# %%
+high_w, low_w = (row["logps/chosen"] for row in rows)
+check("β = 0.1 では、好まれた回答の対数確率がもっと下がる",
+      low_w < high_w - 1, f"{high_w:.2f} と {low_w:.2f}")
+check("貪欲な正解率も下がる", low["greedy"] < after["greedy"] - 0.02,
+      f"{after['greedy']:.3f} と {low['greedy']:.3f}")
+
+# %% [markdown]
+# 選好の正解率はほとんど同じなのに、好まれた回答の対数確率は大きく下がり、モデルの答えそのものが悪くなりました。
+# $\beta=0.1$ が悪い値だというのではありません。小さなモデルと、この学習率、この回数では、参照方策から離れすぎるのです。
+
+# %% [markdown]
+# ## 実験
+#
+# ここからは、もう一度「全部を数え上げられる世界」に戻ります。方策は表形式、損失は、TRL と一致すると確かめた `dpo_loss` です。
+# 小さいので、8 つの乱数の種（シード）を一度に学習できます。図の線は 8 シードの中央値、帯は最小値から最大値までです。
+#
+# 道具は一つだけ、「対のデータで `dpo_loss` を Adam で小さくする」関数です。シードどうしはパラメータを共有しないので、まとめて平均しても、それぞれ独立に学習します。
+
+# %%
+def pair_loss(logps, ref_logps, pairs, beta):
+    of_policy, of_reference = (
+        [x.gather(-1, y).flatten() for y in pairs] for x in (logps, ref_logps)
+    )
+    return dpo_loss(*of_policy, *of_reference, beta)
+
+
+def fit(policy, start, ref_logps, pairs, beta, steps=200, lr=0.1):
+    """Train all seeds; log π as (step, seed, prompt, response)."""
+    parameters = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([parameters], lr=lr)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    history = []
+    for _ in range(steps + 1):
+        logps = policy(parameters)
+        history.append(logps.detach())
+        optimizer.zero_grad()
+        pair_loss(logps, ref_logps, pairs, beta).backward()
+        optimizer.step()
+        cosine.step()
+    return torch.stack(history)
+
+
+# %% [markdown]
+# ### 実験 1：学習した方策は π* に着くか
+#
+# 8 つの世界（参照方策も真の報酬も別々）で、参照方策から回答を 2 つずつ引き、真の報酬の Bradley–Terry モデルでラベルを付けます。
+# 方策は $\pi_{\mathrm{ref}}$ から出発します。報酬そのものは、一度も見せません。
+
+# %%
+from companion.exact import sample_preferences
+
+g = torch.Generator().manual_seed(1)
+ref_logits = world.random_logits(g, 8)
+ref_logps = world.log_probs(ref_logits)
+rewards = world.random_rewards(g, 8)
+star_logps = tilt(ref_logps, rewards / beta)
+
+# %%
+distance = {}
+for n in (100, 1_000, 10_000):
+    data = sample_preferences(ref_logps.exp(), rewards, n, g)
+    logps = fit(world.log_probs, ref_logits, ref_logps, data, beta)
+    distance[f"{n:,} 対"] = kl(logps, star_logps).mean(-1).T
+
+# %%
+from companion.plots import spread
+
+spread(range(201), distance, yscale="log", xlabel="更新回数",
+       title="学習した方策から π* までの距離 KL(π‖π*)")
+
+# %% [markdown]
+# 対が多いほど、 $\pi^*$ の近くまで行きます。残る距離は、対の数にほぼ反比例します。
+# 対が足りないと、途中で $\pi^*$ に近づいたあと、ラベルの雑音を覚えて離れていきます。
+
+# %%
+few, some, many = (x[:, -1] for x in distance.values())
+check("10,000 対なら、8 シードすべてで π* の近くに着く", many.max() < 0.1,
+      f"{many.min():.3f}〜{many.max():.3f}")
+medians = [x.median().item() for x in (few, some, many)]
+check("対が 10 倍になるごとに、距離は 3 分の 1 未満",
+      medians[1] < medians[0] / 3 and medians[2] < medians[1] / 3,
+      "中央値 " + " → ".join(f"{x:.3f}" for x in medians))
+nearest = distance["100 対"].min(-1).values
+check("100 対では、8 シードすべてで行きすぎる", (few > 1.2 * nearest).all())
+
+# %% [markdown]
+# ### 実験 2：β を変えて、報酬と KL の釣り合いを見る
+#
+# $\beta$ を変えると、 $\pi^*$ は「KL をこれだけ使うなら、報酬はこれが上限」という境界線（フロンティア）の上を動きます。
+# DPO で学習した方策は、境界線に届くでしょうか。世界を一つに決め、データだけを 8 通りに引き直します。
+
+# %%
+ref_one, rewards_one = ref_logps[:1], rewards[:1]
+
+
+def kl_and_reward(logps):
+    reward = expect(logps.exp(), rewards_one)
+    return kl(logps, ref_one).mean(-1), reward.mean(-1)
+
+
+def exact(b):
+    return kl_and_reward(tilt(ref_one, rewards_one / b))
+
+
+# %%
+BETAS = (0.5, 1.0, 2.0, 5.0)
+refs, start = ref_one.expand(8, -1, -1), ref_logits[:1].expand(8, -1, -1, -1)
+trained = {}
+for n in (300, 3_000):
+    data = sample_preferences(
+        refs.exp(), rewards_one.expand_as(refs), n, g
+    )
+    for b in BETAS:
+        logps = fit(world.log_probs, start, refs, data, b)[-1]
+        trained[n, b] = kl_and_reward(logps)
+
+# %%
+from companion.plots import COLOURS, GREY, figure
+
+all_betas = torch.logspace(-0.6, 1.3, 60).double()[:, None, None]
+drawn, (axes,) = figure(1, 2, panel=(4.4, 3.4))
+for ax, n in zip(axes, (300, 3_000), strict=True):
+    ax.plot(*exact(all_betas), color=GREY)
+    for colour, b in zip(COLOURS, BETAS, strict=False):
+        ax.plot(*trained[n, b], "o", color=colour, label=f"β = {b}")
+        ax.plot(*exact(b), "x", color=colour, markersize=10, mew=2.5)
+    ax.set(title=f"1 プロンプトあたり {n:,} 対", ylabel="報酬の期待値",
+           xlabel="参照方策からの KL(π‖π_ref)")
+axes[1].legend(loc="lower right")
+drawn
+
+# %% [markdown]
+# 灰色の線が正確な境界線、×がその $\beta$ での $\pi^*$、丸が 8 通りのデータで学習した方策です。
+# 対が多ければ、丸は×に重なります。対が少ないと、丸は境界線の **内側** に落ちます。同じだけ参照方策から離れても、雑音を覚えた分は報酬になりません。
+#
+# どれだけ落ちるかは、第 1 歩の恒等式で測れます。目的関数 $J$ の不足分は、ちょうど $\beta D_{\mathrm{KL}}[\pi\|\pi^*]$ でした。
+
+# %%
+def J_of(kl_and_r, b):
+    return kl_and_r[1] - b * kl_and_r[0]
+
+
+for b in BETAS:
+    few, many = (J_of(exact(b), b) - J_of(trained[n, b], b)
+                 for n in (300, 3_000))
+    check(f"β = {b}: J(π*) には届かず、対が多いほど近い",
+          many.min() >= 0 and many.median() < few.median() / 3,
+          f"不足分の中央値 {few.median():.3f} → {many.median():.4f}")
+
+# %% [markdown]
+# ### 実験 3：マージンが増えながら、好まれた回答の確率が下がる
+#
+# 第 8 歩の条件を、実際の学習で見ます。特徴を共有する方策を 8 つ作り、それぞれで $\|s_w\|^2-\langle s_w,s_\ell\rangle$ がもっとも小さい対を一つ選んで、その対だけで学習します。
+# 比較のために、同じ対を、表形式の方策でも学習します。
+
+# %%
+g = torch.Generator().manual_seed(2)
+phi = torch.randn(8, 15, 4, generator=g, dtype=torch.float64)
+
+
+def shared_features(theta):
+    return torch.einsum("sd,syd->sy", theta, phi).log_softmax(-1)[:, None]
+
+
+flat = torch.zeros(8, 4, dtype=torch.float64)
+uniform = shared_features(flat)  # はじめは一様な方策
+
+# %%
+scores = phi - phi.mean(1, keepdim=True)
+gram = scores @ scores.mT
+rates = gram.diagonal(dim1=-2, dim2=-1)[:, :, None] - gram
+rates = rates + torch.eye(15) * 1e9  # 自分自身との対は除きます
+lowest, where = rates.flatten(1).min(-1)
+pair = tuple(y[:, None, None] for y in (where // 15, where % 15))
+check("8 つとも、条件を満たす対がある", lowest.max() < 0,
+      f"{lowest.min():.2f}〜{lowest.max():.2f}")
+
+# %%
+table_world = World(prompts=1, letters=2, max_length=3)
+policies = {
+    "特徴を共有": (shared_features, flat),
+    "表形式": (table_world.log_probs, table_world.logits_of(uniform)),
+}
+moves = {}
+for name, (policy, start) in policies.items():
+    logps = fit(policy, start, uniform, pair, beta, steps=100, lr=0.02)
+    won, lost = (
+        logps.gather(-1, y.expand(101, 8, 1, 1)).squeeze().T for y in pair
+    )
+    moves[name] = {
+        "好まれた": won - won[:, :1], "好まれない": lost - lost[:, :1]
+    }
+
+# %%
+drawn, (axes,) = figure(1, 2, panel=(4.4, 3.2))
+for ax, (name, lines) in zip(axes, moves.items(), strict=True):
+    ax.axhline(0, color=GREY, linewidth=0.8)
+    spread(range(101), lines, ax=ax, xlabel="更新回数",
+           title=f"{name}：対数確率の変化")
+drawn
+
+# %%
+down_w, down_l = (x[:, -1] for x in moves["特徴を共有"].values())
+check("特徴を共有: 8 シードすべてで y_w の確率が下がる",
+      down_w.max() < -0.2, f"{down_w.min():.2f}〜{down_w.max():.2f}")
+check("それでもマージンは増える", (down_w - down_l).min() > 1,
+      f"対数確率比の差は {(down_w - down_l).min():.2f} 以上")
+up_w = moves["表形式"]["好まれた"][:, -1]
+check("表形式: 8 シードすべてで上がる", up_w.min() > 0.3,
+      f"{up_w.min():.2f}〜{up_w.max():.2f}")
+
+# %% [markdown]
+# だから、DPO の学習では `logps/chosen` と `logps/rejected` を **別々に** 描いてください。損失やマージンだけを見ていると、この現象は見えません。
+#
+# ### 実験 4：対が全体を覆わないと、π* には着かない
+#
+# 第 7 歩を、学習で見ます。対は「同じ文字で始まる回答どうし」だけから引きます。始まりの違う回答は、一度も比べられません。
+
+# %%
+first_letter = world.tokens[:, 0]
+
+
+def given_first(logps, k):
+    """log π(y|x, first letter k): (..., responses that begin so)."""
+    return logps[..., first_letter == k].log_softmax(-1)
+
+
+# %%
+within = []
+for k in (0, 1):
+    ys = (first_letter == k).nonzero().squeeze()  # この文字で始まる回答
+    drawn_pairs = sample_preferences(
+        given_first(ref_logps, k).exp(), rewards[..., ys], 3_000, g
+    )
+    within.append([ys[index] for index in drawn_pairs])
+data = [torch.cat(sides, -1) for sides in zip(*within, strict=True)]
+logps = fit(world.log_probs, ref_logits, ref_logps, data, beta)
+
+# %%
+parts = {"全体": kl(logps, star_logps).mean(-1).T}
+for k, letter in enumerate("ab"):
+    inside = kl(given_first(logps, k), given_first(star_logps, k))
+    parts[f"{letter} で始まる回答の中"] = inside.mean(-1).T
+spread(range(201), parts, yscale="log", xlabel="更新回数",
+       title="始まりの違う回答を比べないと：KL(π‖π*)")
+
+# %% [markdown]
+# 最初の文字の確率には、勾配がまったく流れません。同じ文字で始まる 2 つの回答の差をとると、最初の文字の項が打ち消し合うからです（Adam は 0 に近い丸め誤差を拡大するので、ここだけ許容差を 1e-6 にしています）。
+
+# %%
+def first_letter_logps(logps):
+    masses = [logps[..., first_letter == k].logsumexp(-1) for k in range(3)]
+    return torch.stack(masses, -1)
+
+
+first = first_letter_logps(logps[-1])
+claim("最初の文字の確率は、学習しても参照方策のまま",
+      first, first_letter_logps(ref_logps), tol=1e-6)
+
+# %% [markdown]
+# KL は「最初の文字の KL」と「その先の条件付き KL の平均」に分かれます。学習で減るのは後ろの項だけで、前の項は最初の値のまま残ります。
+
+# %%
+stuck = kl(first, first_letter_logps(star_logps))
+later = sum(
+    first[..., k].exp()
+    * kl(given_first(logps[-1], k), given_first(star_logps, k))
+    for k in range(3)
+)
+claim("KL(π‖π*) = 最初の文字の KL + その先の KL の平均",
+      kl(logps[-1], star_logps), stuck + later)
+
+# %%
+_, inside_a, inside_b = parts.values()
+insides = torch.cat([inside_a, inside_b])
+start, end = insides[:, 0].median(), insides[:, -1].median()
+check("中の距離は 10 分の 1 未満になる（中央値）", end < start / 10,
+      f"{start:.3f} → {end:.3f}")
+check("最初の文字の KL は、8 シードすべてで残る",
+      stuck.mean(-1).min() > 0.01,
+      f"{stuck.mean(-1).min():.3f}〜{stuck.mean(-1).max():.3f}")
+
+# %% [markdown]
+# ### 実験 5：同じことを、TRL と言語モデルで
+#
+# 最後に、言語モデルでも同じことが起きるかを見ます。数え上げられる小さな言語（プロンプト 2 つ、文字 3 つ、回答は 2 文字まで）を言語モデルに覚えさせて参照方策とし、そこから引いた対で、TRL の `DPOTrainer` を 1 回走らせます。
+#
+# 言語モデルの回答は、どれも EOS で終わります。また、表形式の方策と違って、言語モデルはどんな文字列でも書けます。数え上げた 13 通りの **外** へ漏れた確率も測りましょう。
+
+# %%
+small = World(prompts=2, letters=3, max_length=2)
+texts = [y.rstrip("$") for y in small.responses]
+everything = completion_batch(
+    tokenizer, ["1>"] * len(texts) + ["2>"] * len(texts), texts * 2
+)
+
+
+def language_logps(lm):
+    """log π of all responses of the small world, (prompt, response)."""
+    inputs = {name: ids.to(lm.device) for name, ids in everything.items()}
+    return sequence_log_probs(lm, **inputs).view(2, len(texts)).cpu()
+
+
+# %% [markdown]
+# まず、決めておいた分布を覚えさせ、フォルダに保存します。
+
+# %%
+g = torch.Generator().manual_seed(0)
+target = small.log_probs(small.random_logits(g)).exp().float()
+lm = new_model(seed=0)
+optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
+for _ in range(150):
+    optimizer.zero_grad()
+    loss = -(target * language_logps(lm)).sum(-1).mean()
+    loss.backward()
+    optimizer.step()
+
+# %%
+lm_folder = tempfile.mkdtemp()
+lm.save_pretrained(lm_folder)
+with torch.no_grad():
+    lm_ref = language_logps(lm).double()
+leak = 1 - lm_ref.exp().sum(-1)
+print("13 通りの外の確率:", [f"{p:.3f}" for p in leak.tolist()])
+
+# %% [markdown]
+# この参照方策から対を引き、真の報酬で比べます。 $\pi^*$ は、13 通りの中の参照方策を傾けたものです。
+
+# %%
+inside_ref = lm_ref.log_softmax(-1)
+small_rewards = small.random_rewards(g)
+small_star = tilt(inside_ref, small_rewards / beta)
+small_data = sample_preferences(inside_ref.exp(), small_rewards, 2_500, g)
+
+# %%
+rows = []
+for x, *sides in zip(("1>", "2>"), *small_data, strict=True):
+    for i, j in torch.stack(sides, -1).tolist():
+        rows.append({"prompt": x, "chosen": texts[i], "rejected": texts[j]})
+small_pairs = Dataset.from_list(rows)
+
+# %% [markdown]
+# 学習の途中、10 回の更新ごとに、13 通りの確率をすべて計算します。
+
+# %%
+from transformers import TrainerCallback
+
+
+class Watch(TrainerCallback):
+    """The distance to π* inside the space, and the mass outside it."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step % 10 == 0:
+            with torch.no_grad():
+                logps = language_logps(model).double()
+            far = kl(logps.log_softmax(-1), small_star).mean().item()
+            leak = 1 - logps.exp().sum(-1).mean().item()
+            self.rows.append((state.global_step, far, leak))
+
+
+# %%
+watch = Watch()
+arguments = dpo_preset.arguments(
+    learning_rate=1e-3, max_steps=121, per_device_train_batch_size=64,
+    lr_scheduler_type="cosine",
+)
+trainer = DPOTrainer(
+    model=lm_folder, processing_class=tokenizer, train_dataset=small_pairs,
+    args=DPOConfig(loss_type="sigmoid", beta=beta, **arguments),
+    callbacks=[watch],
+)
+history = train(trainer)
+
+# %% [markdown]
+# 同じ参照方策、同じ対で学習した表形式の方策を、重ねて描きます。
+
+# %%
+tabular = fit(
+    small.log_probs, small.logits_of(inside_ref)[None], inside_ref[None],
+    [y[None] for y in small_data], beta, steps=120,
+)
+updates, far, leak = zip(*watch.rows, strict=True)
+
+# %%
+tabular_far = kl(tabular, small_star).mean((-2, -1))
+drawn, (axes,) = figure(1, 2, panel=(4.4, 3.2))
+axes[0].plot(tabular_far, color=GREY, label="表形式")
+axes[0].plot(updates, far, "o-", markersize=4, label="言語モデル（TRL）")
+axes[0].set(yscale="log", title="13 通りの中での KL(π‖π*)", xlabel="更新回数")
+axes[0].legend()
+axes[1].plot(updates, leak, "o-", color=COLOURS[1], markersize=4)
+axes[1].set(title="13 通りの外へ漏れた確率", xlabel="更新回数")
+drawn
+
+# %%
+check("言語モデルも π* に近づく", far[-1] < far[0] / 2,
+      f"KL {far[0]:.3f} → {far[-1]:.3f}")
+check("外への漏れは 5 倍以上に増える", leak[-1] > 5 * leak[0],
+      f"{leak[0]:.3f} → {leak[-1]:.3f}")
+
+# %% [markdown]
+# 距離は縮みますが、表形式ほどには近づきません。回数もバッチも限られ、パラメータを共有しているからです。
+# そして、外への漏れが増えています。第 7 歩のとおり、対に一度も出てこない文字列の確率を、DPO の損失は見ていません。
+
+# %% [markdown]
+# ## 演習
+#
+# 1. **実装と採点** 演習ノートブック [exercises/4.5.1-dpo.ipynb](exercises/4.5.1-dpo.ipynb) で、式 (4.19) を自分で実装し、仕込まれたバグを「成り立つはずの恒等式」で見つけ、数を予想してから測ってください。
+# 2. **ラベルの雑音** 実験 1 で、真の報酬を 3 倍にすると（ラベルがはっきりすると）、1,000 対のときの距離はどう変わるでしょうか。予想してから確かめてください。3 倍にすると $\pi^*$ も動くことに注意しましょう。
+# 3. **対の引き方** 第 4 歩では、対の重みを変えても最小点は $\pi^*$ のままでした。では、対の数が限られているとき、 $\pi_{\mathrm{ref}}$ から引くのと一様に引くのとでは、どちらが $\pi^*$ に近づくでしょうか。
+# 4. **長さ** 対数確率の和の代わりに、トークンあたりの平均を `dpo_loss` に渡すと、最小点はどこへ動くでしょうか。第 4 歩の「 $\pi^*$ で勾配が 0」を、平均に替えて調べてください。
+
+# %% [markdown]
+# ## 参考文献
+#
+# - Rafailov, Sharma, Mitchell, Ermon, Manning, Finn. Direct Preference Optimization: Your Language Model is Secretly a Reward Model. 2023. [arXiv:2305.18290](https://arxiv.org/abs/2305.18290) 式 (4.19) の論文です。第 1〜6 歩はこの論文の導出に沿っています。
+# - Bradley, Terry. Rank Analysis of Incomplete Block Designs: I. The Method of Paired Comparisons. Biometrika 39, 1952. 第 3 歩の選好モデルです。
+# - Pal, Karkhanis, Dooley, Roberts, Naidu, White. Smaug: Fixing Failure Modes of Preference Optimisation with DPO-Positive. 2024. [arXiv:2402.13228](https://arxiv.org/abs/2402.13228) 好まれた回答の確率が下がる現象を扱います。
+# - Razin, Malladi, Bhaskar, Chen, Arora, Hanin. Unintentional Unalignment: Likelihood Displacement in Direct Preference Optimization. 2024. [arXiv:2410.08847](https://arxiv.org/abs/2410.08847) 第 8 歩と実験 3 の現象の分析です。
+# - Azar ほか. A General Theoretical Paradigm to Understand Learning from Human Preferences. 2023. [arXiv:2310.12036](https://arxiv.org/abs/2310.12036) 決定的な選好での DPO の振る舞いと IPO。4.5.4.2 節で扱います。
+# - TRL 1.12.0 `DPOTrainer`（`trl/trainer/dpo_trainer.py`）。

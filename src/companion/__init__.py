@@ -1,0 +1,1 @@
+"""Executable companion to the textbook 『基盤モデルのための強化学習』."""

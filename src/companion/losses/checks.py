@@ -1,0 +1,68 @@
+"""The input checks that the losses share. Each names the argument and the first bad position."""
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+
+def check_shapes(dims: int, **tensors: Tensor) -> None:
+    """Require floating-point tensors of one common, non-empty shape with ``dims`` dimensions.
+
+    Broadcasting is refused on purpose: log-probs of shape (B,) against (B, 1) would silently
+    give B x B differences.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: an argument has another shape, dtype or device than the first.
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimension(s), got {tuple(tensor.shape)}")
+        if tensor.numel() == 0:
+            raise ValueError(f"{name} is empty: {tuple(tensor.shape)}")
+        for what in ("shape", "dtype", "device"):
+            value, expected = getattr(tensor, what), getattr(first, what)
+            if value != expected:
+                raise ValueError(
+                    f"{name} must have the {what} of {first_name}: "
+                    f"{_plain(expected)}, got {_plain(value)}"
+                )
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Require finite values everywhere.
+
+    Raises:
+        ValueError: names the argument, the index of its first NaN or infinity, and the value.
+    """
+    for name, tensor in tensors.items():
+        bad = ~torch.isfinite(tensor.detach())
+        if bad.any():
+            index = tuple(bad.nonzero()[0].tolist())
+            where = ", ".join(map(str, index))
+            raise ValueError(f"{name}[{where}] is {tensor[index].item()}: must be finite")
+
+
+def check_positive(**numbers: float) -> None:
+    """Require finite numbers above 0.
+
+    Raises:
+        TypeError: an argument is no real number.
+        ValueError: an argument is 0, negative, NaN or infinite.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
+        if not (math.isfinite(number) and number > 0):
+            raise ValueError(f"{name} must be a finite number above 0, got {number}")
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, torch.Size) else value

@@ -1,0 +1,124 @@
+"""What every notebook calls: the first cell's set-up, and the claims that hold a derivation up."""
+
+import os
+import platform
+import random
+from collections.abc import Sequence
+from importlib import metadata
+
+import matplotlib
+import numpy as np
+import torch
+from IPython import get_ipython
+from matplotlib_inline.backend_inline import set_matplotlib_formats
+from torch import Tensor
+
+from companion import plots
+
+Numbers = float | int | np.number | Sequence | np.ndarray | Tensor
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what a notebook shows: Python, torch, transformers, TRL."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in ("torch", "transformers", "trl"):
+        found[package] = metadata.version(package).split("+")[0]  # 2.13.0+cpu is 2.13.0
+    return found
+
+
+def where() -> str:
+    """The preset and the device that runs use here."""
+    from companion import training
+
+    row = training.preset("dpo")  # which of the methods makes no difference to either
+    return f"preset {row.name} · {row.device}"
+
+
+def setup(seed: int = 0) -> None:
+    """Ready a notebook: seeds, one torch thread, quiet libraries, Japanese figures, no hub.
+
+    Prints one line with the versions, the preset and the device.
+    """
+    # The hub's client reads this when it is imported, which `training` does.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from companion import training
+
+    training.quiet()
+    torch.set_num_threads(1)  # two threads spin against each other beside another process
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    plots.use_style()
+    if get_ipython() is None:
+        matplotlib.use("Agg")  # the source runs as a plain script too
+    else:
+        set_matplotlib_formats("png", metadata=plots.METADATA)
+    here = " · ".join(f"{name} {version}" for name, version in versions().items())
+    print(f"{here} · {where()}")
+
+
+def claim(text: str, left: Numbers, right: Numbers, tol: float = 1e-10) -> None:
+    """Show that both sides of an equation agree, and raise when they do not.
+
+    Args:
+        text: the equation in the book's symbols.
+        left, right: numbers, arrays or tensors whose shapes broadcast.
+        tol: the largest absolute difference that counts as equal.
+
+    Raises:
+        AssertionError: a difference above `tol`, a NaN, or shapes that do not broadcast; names
+            the claim and the first bad position.
+        ValueError: a side without a number in it, which would make any claim true.
+    """
+    left, right = _array(left), _array(right)
+    try:
+        both = np.broadcast_arrays(left, right)
+    except ValueError:
+        raise AssertionError(
+            f"{text}: 左辺の形状 {left.shape} と右辺の形状 {right.shape} が合いません"
+        ) from None
+    if both[0].size == 0:
+        raise ValueError(f"{text}: left or right is empty, so nothing is compared")
+    difference = np.where(both[0] == both[1], 0.0, np.abs(both[0] - both[1]))
+    bad = ~(difference <= tol)  # NaN compares false, so it is bad
+    if bad.any():
+        place = tuple(int(i) for i in np.argwhere(bad)[0])
+        where = f"位置 {place} で" if place else ""
+        raise AssertionError(
+            f"{text}: {where}左辺 = {both[0][place]!s}、右辺 = {both[1][place]!s}、"
+            f"差 {difference[place]:.1e} が許容差 {tol:.0e} を超えます"
+        )
+    print(f"✓ {text}   左辺 = {_brief(left)}   右辺 = {_brief(right)}   "
+          f"最大差 {difference.max():.0e}")
+
+
+def check(text: str, condition: bool | np.bool_ | Tensor, detail: str = "") -> None:
+    """Show that an inequality or a trend holds, with its numbers in `detail`, or raise.
+
+    Raises:
+        AssertionError: `condition` is false; names the check and its numbers.
+        ValueError: `condition` is not one truth value.
+    """
+    size = _array(condition).size
+    if size != 1:
+        raise ValueError(f"condition must be one truth value, not {size}: {text}")
+    if not bool(condition):
+        raise AssertionError(f"{text}: 成り立ちません   {detail}".rstrip())
+    print(f"✓ {text}   {detail}".rstrip())
+
+
+def _array(values: Numbers | bool | np.bool_) -> np.ndarray:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+    elif isinstance(values, list | tuple) and any(isinstance(v, Tensor) for v in values):
+        values = torch.stack(list(values)).detach().cpu()
+    return np.asarray(values, dtype=np.float64)
+
+
+def _brief(values: np.ndarray) -> str:
+    """A number or a few of them in full, more of them by their shape."""
+    if values.ndim == 0:
+        return f"{values:.6g}"
+    if values.ndim == 1 and values.size <= 4:
+        return "(" + ", ".join(f"{v:.6g}" for v in values) + ")"
+    return "形状 (" + ", ".join(map(str, values.shape)) + ")"

@@ -1,0 +1,114 @@
+"""Run the parity tests against several TRL releases and tabulate the largest differences.
+
+    python tools/matrix.py                          the installed release and 1.8.0, 1.14.2, 1.16.0
+    python tools/matrix.py --releases 1.16.0        one other release
+    python tools/matrix.py --write                  and put the table into RUNTIMES.md
+
+TRL alone is swapped: each release is installed without its dependencies into a folder of its own
+in build/, which PYTHONPATH puts before the environment's.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
+
+from runtimes import update_section
+
+ROOT = Path(__file__).resolve().parent.parent
+OVERLAYS = ROOT / "build" / "overlays"
+RELEASES = ("1.8.0", "1.14.2", "1.16.0")
+
+
+def overlay(release: str) -> Path:
+    """The folder that holds this TRL release alone, installed on first use."""
+    folder = OVERLAYS / f"trl-{release}"
+    if not (folder / f"trl-{release}.dist-info").exists():
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade",
+             "--target", str(folder), f"trl=={release}"],
+            check=True,
+        )  # fmt: skip
+    return folder
+
+
+def run_parity(release: str, folder: Path | None) -> dict[tuple[str, str], float]:
+    """Run tests/parity under a release.
+
+    Returns:
+        (quantity, dtype) -> the largest difference that a test recorded.
+
+    Raises:
+        SystemExit: a parity test failed, or another release was imported than asked for.
+    """
+    environment = dict(os.environ, HF_HUB_OFFLINE="1")
+    if folder is not None:
+        environment["PYTHONPATH"] = str(folder)
+    imported = subprocess.run(
+        [sys.executable, "-c", "import trl; print(trl.__version__)"],
+        env=environment, cwd=ROOT, check=True, capture_output=True, text=True, encoding="utf-8",
+    ).stdout.strip()  # fmt: skip
+    if imported != release:
+        raise SystemExit(f"TRL {release} was asked for, but {imported} is imported")
+    report = ROOT / "build" / f"parity-trl-{release}.xml"
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/parity", f"--junitxml={report}"],
+        env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if tests.returncode:
+        raise SystemExit(f"parity fails under TRL {release}")
+    return read_report(report)
+
+
+def read_report(report: Path) -> dict[tuple[str, str], float]:
+    """The largest recorded difference per (method's quantity, dtype) of a JUnit report."""
+    largest: dict[tuple[str, str], float] = defaultdict(float)
+    for case in ET.parse(report).getroot().iter("testcase"):
+        dtype = "float64" if "float64" in case.attrib["name"] else "float32"
+        for item in case.iter("property"):
+            key = item.attrib["name"], dtype
+            largest[key] = max(largest[key], float(item.attrib["value"]))
+    if not largest:
+        raise SystemExit(f"{report.name} records no difference")
+    return dict(largest)
+
+
+def table(results: dict[str, dict[tuple[str, str], float]]) -> str:
+    """A Markdown table, one row a release."""
+    columns = sorted({key for differences in results.values() for key in differences},
+                     key=lambda key: (key[0], key[1] != "float64"))
+    head = ["TRL"] + [f"{quantity}, {dtype}" for quantity, dtype in columns]
+    rows = [
+        [release] + [f"{differences[key]:.0e}" if key in differences else "–" for key in columns]
+        for release, differences in results.items()
+    ]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--releases", nargs="+", metavar="X.Y.Z",
+                        help="only these, each by overlay (default: installed and "
+                        + ", ".join(RELEASES) + ")")
+    parser.add_argument("--write", action="store_true", help="put the table into RUNTIMES.md")
+    arguments = parser.parse_args()
+    (ROOT / "build").mkdir(exist_ok=True)
+
+    installed = metadata.version("trl")
+    results = {}
+    for release in arguments.releases or (installed, *RELEASES):
+        print(f"== parity under TRL {release}", flush=True)
+        own = release == installed
+        results[release] = run_parity(release, None if own else overlay(release))
+    print(table(results))
+    if arguments.write:
+        update_section("matrix", table(results))
+
+
+if __name__ == "__main__":
+    main()
