@@ -225,7 +225,7 @@ def test_no_file_names_the_machine_it_was_written_on(files):
 
 
 def test_every_file_of_ours_is_opened_with_its_encoding():
-    openers = {"open": 1, "read_text": 0, "write_text": 1}
+    openers = {"open", "read_text", "write_text"}
     for folder in ("src", "tools", "tests", "notebooks"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -235,8 +235,9 @@ def test_every_file_of_ours_is_opened_with_its_encoding():
                 if name not in openers:
                     continue
                 given = {keyword.arg for keyword in node.keywords}
+                where = 0 if isinstance(node.func, ast.Attribute) else 1  # path.open, open
                 binary = any(isinstance(a, ast.Constant) and "b" in str(a.value)
-                             for a in node.args[1:2])
+                             for a in node.args[where : where + 1])
                 assert "encoding" in given or binary, f"{path.name}:{node.lineno}"
 
 
