@@ -106,6 +106,13 @@ def test_spread_over_the_same_axes_takes_the_next_colour():
     assert sorted(texts(figure)) == ["一", "二"]
 
 
+def test_a_rule_across_the_panel_takes_no_colour():
+    _, axes = plots.figure()
+    axes[0, 0].axhline(0)
+    plots.spread([0, 1], np.ones((2, 2)), "一", ax=axes[0, 0])
+    assert axes[0, 0].lines[1].get_color() == plots.COLOURS[0]
+
+
 def test_labels_of_lines_that_end_together_do_not_overlap():
     figure = plots.spread([0, 1], {name: np.ones((2, 2)) for name in "あいう"})
     png(figure)

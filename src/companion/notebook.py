@@ -116,9 +116,9 @@ def _array(values: Numbers | bool | np.bool_) -> np.ndarray:
 
 
 def _brief(values: np.ndarray) -> str:
-    """A number or a few of them in full, more of them by their shape."""
+    """A few numbers in full; of more, the first and the shape."""
     if values.ndim == 0:
         return f"{values:.6g}"
     if values.ndim == 1 and values.size <= 4:
         return "(" + ", ".join(f"{v:.6g}" for v in values) + ")"
-    return "形状 (" + ", ".join(map(str, values.shape)) + ")"
+    return f"{values.flat[0]:.6g}, … ({'×'.join(map(str, values.shape))} 個)"

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from torch import Tensor
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; the accent comes first.
@@ -158,7 +159,7 @@ def spread(
     if ax is None:
         _, axes = figure(panel=(5.6, 3.3))
         ax = axes[0, 0]
-    taken = len(ax.lines)
+    taken = len(_labelled(ax))  # a rule across the panel takes no colour
     for number, (name, values) in enumerate(lines.items()):
         values = np.asarray(values, dtype=float)  # a tensor on the CPU too
         where = f"ys[{name!r}]" if isinstance(ys, Mapping) else "ys"
@@ -237,11 +238,16 @@ def _column(table: pd.DataFrame, name: str) -> pd.Series:
     return table[name]
 
 
+def _labelled(ax: Axes) -> list[Line2D]:
+    """The lines of data: matplotlib's own labels, of rules and the like, begin with "_"."""
+    return [line for line in ax.lines if line.get_label() and line.get_label()[0] != "_"]
+
+
 def _label_ends(ax: Axes) -> None:
     """Put each line's label at its right end, in its colour, none over another."""
     for text in [text for text in ax.texts if text.get_gid() == "line end"]:
         text.remove()  # an earlier call on the same axes
-    lines = [line for line in ax.lines if line.get_label() and line.get_label()[0] != "_"]
+    lines = _labelled(ax)
     if not lines:
         return
     ax.autoscale_view()
