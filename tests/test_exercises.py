@@ -354,7 +354,7 @@ def test_right_sequence_log_probs_pass(notebook, right):
     [
         (lambda logps, mask: (logps * mask).sum(-1) / mask.sum(-1), "トークン平均"),
         (lambda logps, mask: (logps * mask).mean(-1), "トークン平均"),
-        (lambda logps, mask: logps.sum(-1), "詰め物"),
+        (lambda logps, mask: logps.sum(-1), "パディング"),
         (lambda logps, mask: (logps * mask).sum(0), "形状"),
         (lambda logps, mask: (logps * mask).sum(), "形状"),
         (lambda logps, mask: (logps.exp() * mask).sum(-1).log(), "値が違います"),

@@ -100,7 +100,7 @@ star_logps = tilt(ref_logps, rewards / beta)
 log_Z = log_partition(ref_logps, rewards / beta)
 
 # %% [markdown]
-# 1 つ目のプロンプトについて、15 通りの回答の確率を見てみましょう。報酬の高い回答の確率が上がり、低い回答の確率が下がっています。
+# 1 つ目のプロンプトについて、15 通りの回答の確率を見てみましょう。境目は $r=\beta\log Z(x)$ （破線）です。報酬がそれより高い回答の確率が上がり、低い回答の確率が下がっています。
 
 # %%
 from companion.plots import COLOURS, GREY, figure
@@ -108,6 +108,7 @@ from companion.plots import COLOURS, GREY, figure
 drawn, ((top,), (bottom,)) = figure(2, 1, panel=(8.4, 1.9))
 places = torch.arange(len(world.responses))
 top.bar(places, rewards[0], color=COLOURS[2])
+top.axhline(beta * log_Z[0], color=GREY, linestyle="--", linewidth=1)
 for label, logps, colour, shift in (
     ("π_ref", ref_logps, GREY, -0.2), ("π*", star_logps, COLOURS[0], 0.2)
 ):
@@ -212,7 +213,7 @@ def population_loss(logps, mu):
 
 # %% [markdown]
 # **主張** 損失の超過分 $\mathcal{L}(\pi)-\mathcal{L}(\pi^*)$ は、真の選好の確率から見た、方策の選好の確率の KL ダイバージェンスを平均したものです。
-# 負になることはなく、対に現れるすべての回答の組で選好の確率が一致したときにだけ 0 になります。
+# 負になることはなく、対に現れるすべての 2 つの回答で選好の確率が一致したときにだけ 0 になります。
 
 # %%
 def label_kl(logps):
@@ -229,7 +230,7 @@ check("200 個の方策の超過分は正", excess.min() > 0,
       f"最小 {excess.min():.4f}")
 
 # %% [markdown]
-# **主張** 対の重み $\mu$ がどうであっても、 $\pi^*$ は損失の最小点です（勾配は 0）。
+# **主張** ラベルが真の報酬の Bradley–Terry モデルに従い、方策が $\pi^*$ を表せるなら（表形式なら、いつでも表せます）、対の重み $\mu$ がどうであっても、 $\pi^*$ は損失の最小点です（勾配は 0）。
 # さらに、すべての回答が対で（間接的にでも）つながっていれば、最小点は $\pi^*$ **だけ** です。
 #
 # 選好の確率が一致すれば、つながった回答どうしで $\log\pi-\log\pi^*$ が等しくなります。全体がつながっていれば、その差は $y$ によらない定数で、確率の和が 1 なので 0 です。
@@ -267,6 +268,8 @@ check("どの μ でも、200 個の方策の損失は π* より大きい",
 # $$
 #
 # 重み $\beta\,\sigma(-m)$ は、選好を大きく取り違えている対では $\beta$ に近く、もう区別できている対では 0 に近づきます。学習を始めるとき（ $\pi_\theta=\pi_{\mathrm{ref}}$ ）は、どの対でも $\beta/2$ です。
+#
+# `dpo_loss` は、式 (4.19) を書いたパッケージの関数です（中身は「実装」で読みます）。
 
 # %%
 from companion.losses import dpo_loss
@@ -282,7 +285,7 @@ loss = dpo_loss(logps[:1, y_w], logps[:1, y_l], *ref_pair, beta)
 # %%
 m = margins_of(logps)[0, y_w, y_l]
 log_prob_gap = logps[0, y_w] - logps[0, y_l]
-(gap_gradient,) = torch.autograd.grad(log_prob_gap, theta)
+(gap_gradient,) = torch.autograd.grad(log_prob_gap, theta, retain_graph=True)
 claim("∇L = −βσ(−m)(∇log π(y_w) − ∇log π(y_l))",
       loss_gradient, -beta * torch.sigmoid(-m) * gap_gradient)
 
@@ -304,7 +307,7 @@ claim("そのとき重みは β/2", weight, beta / 2)
 # \frac{\partial\mathcal{L}_{\mathrm{RM}}}{\partial r(x,y)}=2\sum_{y'}\mu(y,y')\bigl(\widehat P(y\succ y')-P(y\succ y')\bigr)
 # $$
 #
-# 右の式は「報酬モデルが予測する勝率と、実際の勝率の差」です。 $\widehat P$ は暗黙の報酬による選好の確率です。この式を手で書いて、左の式に入れてみます。
+# 右の式は、暗黙の報酬が予測する勝率 $\widehat P$ と実際の勝率 $P$ の差を、対の現れやすさ $2\mu$ で重みづけて足したものです。この式を手で書いて、左の式に入れてみます（プロンプトについては、平均でなく和をとった損失で確かめます。定数倍の違いだけです）。
 
 # %%
 theta = world.random_logits(g).requires_grad_()
@@ -316,7 +319,9 @@ logps = world.log_probs(theta)
 # %%
 P_hat = torch.sigmoid(margins_of(logps)).detach()
 dL_dr = 2 * (mu * (P_hat - P)).sum(-1)
-(chained,) = torch.autograd.grad(logps, theta, grad_outputs=beta * dL_dr)
+(chained,) = torch.autograd.grad(
+    logps, theta, grad_outputs=beta * dL_dr, retain_graph=True
+)
 claim("∇L_DPO = Σ ∂L_RM/∂r · β∇log π", dpo_gradient, chained)
 
 # %% [markdown]
@@ -335,7 +340,7 @@ moved = tilt(star_logps, torch.where(inside, 0.0, log_odds))
 # %%
 for label, some_logps in (("π*", star_logps), ("4 つの方策", moved)):
     outside = (some_logps.exp() * ~inside).sum(-1)[..., 0]
-    print(f"{label}: 外の確率 {outside.numpy().round(3)}")
+    print(f"{label}、1 つ目のプロンプトで外の確率", outside.numpy().round(4))
 claim("内と外の間で確率を移しても L は同じ",
       population_loss(moved, mu_inside),
       population_loss(star_logps, mu_inside))
@@ -369,7 +374,7 @@ check("全体では π* ではない", closest > 0.01, f"KL(π‖π*) ≥ {close
 #
 # です。マージンは、 $s_w=s_\ell$ でないかぎり必ず増えます。ところが好まれた回答の確率は、 $\langle s_w,s_\ell\rangle>\|s_w\|^2$ のとき、そしてそのときに限って、下がり始めます。
 #
-# 回答ごとに特徴ベクトル $\varphi(y)$ があり、重み $\theta$ を **共有** する方策 $\pi_\theta(y)\propto\exp(\theta^\top\varphi(y))$ で確かめます。言語モデルの最後の層を、回答 1 つを選択肢 1 つとみなして単純にした形です。
+# 回答ごとに特徴ベクトル $\varphi(y)$ があり、重み $\theta$ を **共有** する方策 $\pi_\theta(y)\propto\exp(\theta^\top\varphi(y))$ で確かめます。言語モデルの出力層で、トークンの代わりに、回答をまるごと一つの選択肢とみなした形です。
 
 # %%
 phi = torch.randn(200, 15, 6, generator=g, dtype=torch.float64)  # 200 の世界
@@ -398,7 +403,7 @@ tracked = theta.clone().requires_grad_()
 now = shared_logps(tracked, phi)
 loss = dpo_loss(now[:, 0], now[:, 1], start[:, 0], start[:, 1], beta)
 (gradient,) = torch.autograd.grad(200 * loss, tracked)  # 平均を和に戻す
-_, change = torch.func.jvp(
+_, change = torch.func.jvp(  # −勾配の向きに動いたときの log π の変化率
     lambda theta: shared_logps(theta, phi), (theta,), (-gradient,)
 )
 
@@ -413,19 +418,21 @@ check("y_w の確率が下がり始める世界もある", falling > 0, f"{falli
 # 一方、表形式の方策では、対が一つなら決して下がりません。 $\|s_w\|^2-\langle s_w,s_\ell\rangle$ を 2 つの回答が分かれる前と後に分けて考えると、
 #
 # - 分かれる前は、2 つのスコアが同じなので、差は 0。
-# - 分かれるところでは、次のトークンが $a$ と $b$ なら $1-p(a)+p(b)>0$。
+# - 分かれるところでは、 $y_w$ の次のトークンが $v$、 $y_\ell$ の次のトークンが $v'$ なら、 $1-p(v)+p(v')>0$。
 # - 分かれた後は、同じマスを通ることがないので、 $\|\cdot\|^2\ge0$。
 #
 # です。すべての回答の対と 200 個の方策で調べます。
 
 # %%
 one_prompt = World(prompts=1, letters=2, max_length=3)
-theta = one_prompt.random_logits(g, 200)
-score = torch.func.vmap(torch.func.jacrev(one_prompt.log_probs))(theta)
+table_logits = one_prompt.random_logits(g, 200)
+score_of = torch.func.vmap(torch.func.jacrev(one_prompt.log_probs))
+score = score_of(table_logits)
 score = score.flatten(3)[:, 0]  # (200, Y, パラメータ)
 
 # %%
 gram = score @ score.mT
+# rates[:, y_w, y_l] = ‖s_w‖² − ⟨s_w, s_l⟩
 rates = gram.diagonal(dim1=-2, dim2=-1)[:, :, None] - gram
 rates = rates[:, ~torch.eye(15, dtype=torch.bool)]
 check("表形式では、好まれた回答の確率が必ず上がり始める", rates.min() > 0,
@@ -455,7 +462,7 @@ def dpo_loss_numpy(chosen, rejected, ref_chosen, ref_rejected, beta):
 
 
 # %% [markdown]
-# パッケージの `dpo_loss` は、同じ式をベクトルで書いた PyTorch 版です。対数確率は、和をとってから渡します。説明と入力の検査のあと、最後の 4 行が式です。
+# パッケージの `dpo_loss` は、同じ式をベクトルで書いた PyTorch 版です。対数確率は、和をとってから渡します。説明と入力の検査のあと、最後の 4 行が式です。サポートページの `beta * delta_score` が、ここの `margin` です。
 
 # %%
 import inspect
@@ -505,7 +512,7 @@ claim("−log σ(0.1 × 2)", value, np.log1p(np.exp(-0.2)), tol=1e-6)
 #
 # ### 同じモデル、同じデータで、損失と勾配を比べる
 #
-# 相手は TRL の `DPOTrainer` そのものです。ウォームアップ済みの小さなモデル（float64）を参照方策とし、その重みを少し動かしたものを方策とします。
+# 相手は TRL の `DPOTrainer` そのものです。SFT 済みの小さなモデル（float64）を参照方策とし、その重みを少し動かしたものを方策とします。
 # データは、「20未満の素数の合計は？」のような問題の選好データ 8 対です。回答の長さはそろっていません。
 
 # %%
@@ -522,6 +529,9 @@ from companion.tasks import PRIME_SUMS, preferences
 
 pairs = preferences(PRIME_SUMS, 8, seed=0)
 pairs.to_pandas().head(4)
+
+# %% [markdown]
+# 回答にはわざと間違いを混ぜ、ラベルにも雑音を入れてあります。たとえば 4 行目では、正解の 17 が好まれなかったほうに入っています。照合には、どちらが正しいかは関係ありません。
 
 # %% [markdown]
 # `preference_batch` は、TRL のコレータで対をバッチにします。前半の 8 行が好まれた回答、後半の 8 行が好まれなかった回答です。
@@ -607,7 +617,7 @@ pd.DataFrame([three], index=["式 (4.19)"])
 # %% [markdown]
 # ### サポートページのコードを CPU で動かす
 #
-# サポートページの `DPOTrainer` の例は、3 か所を変えると、ノート PC の CPU でも動きます。
+# サポートページの `DPOTrainer` の例を、ノート PC の CPU で動かします。変えたのは 3 か所で、かならず要るのは 3 つ目だけです。
 
 # %%
 from datasets import Dataset
@@ -633,6 +643,7 @@ trainer = DPOTrainer(
         loss_type="sigmoid",
         beta=0.1,
         bf16=torch.cuda.is_available(),  # 変更 3
+        use_cpu=not torch.cuda.is_available(),
         logging_steps=1,  # 表に出すために、毎回記録します
     ),
     train_dataset=preference_dataset,
@@ -649,9 +660,9 @@ train(trainer)[["step", "loss", "rewards/margins"]]
 # %% [markdown]
 # 1. **モデルは、フォルダの場所で渡します。** `ref_model` を渡さないと、TRL は参照方策を「モデルが読み込まれた場所」から読み直すからです。 `from_pretrained` で読み込んだモデルなら、そのまま渡せます。メモリの中で作っただけのモデルには読み直す場所がないので、 `ref_model` も渡します。
 # 2. **出力先は、一時フォルダにします。** 例の `outputs/dpo` でも動きますが、ノートブックの隣にフォルダが増えます。
-# 3. **`bf16` を明示します。** 何も書かないと TRL は bf16 を使おうとし、CPU だけのマシンではエラーになります。
+# 3. **`bf16` と、どこで動かすかを明示します。** 何も書かないと TRL は bf16 を使おうとし、CUDA のない多くのマシンではエラーになります（macOS では、エラーにならずに MPS の上で動くことがあります）。
 #
-# 1 と 3 は、変えないとどうなるでしょうか。
+# メモリの中で作っただけのモデルを渡したとき、また `bf16` を書かないとき、どうなるでしょうか。
 
 # %%
 def error_of(build):
@@ -678,11 +689,11 @@ memory_error = error_of(in_memory)
 check("メモリの中のモデル", "OSError" in memory_error, memory_error)
 
 # %%
-if torch.cuda.is_available():
-    print("SKIPPED: GPU では、bf16 を書かなくても動きます")
+bf16_error = error_of(lambda: DPOConfig(output_dir=folder))
+if "bf16" in bf16_error:
+    print("bf16 を書かない:", bf16_error)
 else:
-    bf16_error = error_of(lambda: DPOConfig(output_dir=folder))
-    check("bf16 を書かない", "bf16" in bf16_error, bf16_error)
+    print("SKIPPED: このマシンでは、bf16 を書かなくても動きます")
 
 # %% [markdown]
 # ### 式と TRL の違い
@@ -725,8 +736,8 @@ check("EOS が残る", by_position == 3 and by_value == 2, counts)
 differences["パディングは位置で"] = counts
 
 # %% [markdown]
-# **長すぎるデータは、黙って切られるか、捨てられます。** `max_length` （既定値 1024）を超えた回答は途中で切られ、EOS もなくなります。
-# プロンプトだけで `max_length` に届いた行は、データセットから消えます。何行残ったかは、自分で確かめるしかありません。
+# **長すぎるデータは、黙って切られるか、捨てられます。** プロンプトと回答を **つないだ長さ** が `max_length` （既定値 1024）を超えると、回答の後ろが切られ、EOS もなくなります。
+# プロンプトだけで `max_length` に届いた行は、データセットから消えます。何行残ったかは、自分で確かめるしかありません（回答「77」が 3 トークンなのは、TRL が EOS を付け足したからです）。
 
 # %%
 three_rows = Dataset.from_list([
@@ -859,7 +870,7 @@ check("見出しは 1 回、EOS は 0 回", text.count("a:") == 1 and ends == 0,
 differences["会話形式の EOS"] = f"{ends} 個（テンプレートに書かなければ）"
 
 # %% [markdown]
-# **TRL 1.16.0 は float32 で計算します。** 1.14.2 までは、モデルが float64 なら対数確率も float64 でした。対数確率を float32 に丸めると、損失はこれだけずれます（対数確率が大きいほど、ずれも大きくなります。版ごとの実測値は [RUNTIMES.md](../RUNTIMES.md) にあります）。
+# **TRL 1.16.0 は float32 で計算します。** 1.14.2 までは、モデルが float64 なら対数確率も float64 でした。対数確率を float32 に丸めると、損失はこれだけずれます（対数確率の絶対値が大きいほど、ずれも大きくなります。版ごとの実測値は [RUNTIMES.md](../RUNTIMES.md) にあります）。
 
 # %%
 rounded = dpo_loss(
@@ -919,7 +930,7 @@ eps = torch.tensor(1e-3, dtype=torch.float64)
 by_hand = {
     "sigmoid": -ls(bd),
     "hinge": torch.relu(1 - bd),
-    "ipo": (by_length - 5) ** 2,
+    "ipo": (by_length - 5) ** 2,  # 5 は 1/(2β)
     "exo_pair": sg(bd) * (ls(bd) - (1 - eps).log())
     + sg(-bd) * (ls(-bd) - eps.log()),
     "nca_pair": -ls(bu) - ls(-bu) / 2 - ls(-bv) / 2,
@@ -959,7 +970,7 @@ claim("15 通りの式 = TRL", list(hand_values.values()),
       list(trl_values.values()), tol=1e-6)
 
 # %% [markdown]
-# （`exo_pair` だけは、TRL が $\log\varepsilon$ を float32 で計算するので、1e-7 ほどずれます。）
+# （`exo_pair` だけは、TRL が $\log\varepsilon$ を float32 で計算するので、5e-8 ほどずれます。）
 #
 # 表に漏れがないことも確かめます。知らない名前を渡すと、TRL は知っている名前をすべて教えてくれます。
 
@@ -976,7 +987,7 @@ check("すべて載せた", known == set(by_hand), f"{len(known)} 種類")
 # ## 学習
 #
 # 小さな言語モデルを、TRL の `DPOTrainer` で学習させます。課題は 6 桁の数字の並べ替え（`780667>` → `066778`）です。
-# 出発点のモデルは、4 割が正解、残りがもっともらしい間違い、という手本で学んであります（ウォームアップ）。答えは「知って」いますが、サンプリングすると半分以上まちがえます。
+# 出発点のモデルは、4 割が正解、残りがもっともらしい間違い、という手本で学んであります（SFT）。答えは「知って」いますが、サンプリングすると半分以上まちがえます。
 # ですから、ここで見るのは、新しい能力が生まれるところではなく、選好によって正解が **選び取られていく** ところです。
 #
 # 選好データは、手本と同じ分布から引いた、互いに異なる 2 つの回答を、真の報酬の Bradley–Terry モデルで比べたものです。
@@ -1040,7 +1051,7 @@ curves(history, {
 })
 
 # %% [markdown]
-# 損失が下がり、マージンが増えています。マージンの増え方を見てください。好まれなかった回答の対数確率が大きく下がり、好まれた回答の対数確率も、上がるどころか少し下がっています（ステップ 8）。
+# 損失が下がり、マージンが増えています。マージンの増え方を見てください。好まれなかった回答の対数確率が大きく下がり、好まれた回答の対数確率も、上がるどころか少し下がっています（ステップ 8）。対数確率は回ごとに別のミニバッチの平均なので揺れますが、参照方策との差である暗黙の報酬では、はっきり見えます。
 # 選好の正解率が 0 から始まるのは、はじめはすべて引き分けだからです。ラベルに雑音があるので、1 にはなりません。
 #
 # 学習に使っていないプロンプトで、正解率を測ります。「貪欲法」は、いちばん確率の高い文字を選びつづけたとき、「サンプリング」は、温度 1 で引いたときです。
@@ -1138,18 +1149,21 @@ check("貪欲法の正解率は、β = 0.1 のほうが低い",
 # %% [markdown]
 # ## 実験
 #
-# ここからは、もう一度「全部を数え上げられる世界」に戻ります。方策は表形式、損失は、TRL と一致すると確かめた `dpo_loss` です。
+# ここからは、もう一度「全部を数え上げられる世界」に戻ります。方策は、断りがなければ表形式、損失は、TRL と一致すると確かめた `dpo_loss` です。
 # 小さいので、8 つの乱数の種（シード）を一度に学習できます。図の線は 8 シードの中央値、帯は最小値から最大値までです。
 #
 # 道具は一つだけ、「対のデータで `dpo_loss` を Adam で小さくする」関数です。シードどうしはパラメータを共有しないので、まとめて平均しても、それぞれ独立に学習します。
 
 # %%
 def pair_loss(logps, ref_logps, data, beta):
-    of_policy, of_reference = (
-        [table.gather(-1, y).flatten() for y in data]
-        for table in (logps, ref_logps)
+    def at(table, y):
+        return table.gather(-1, y).flatten()
+
+    y_w, y_l = data
+    return dpo_loss(
+        at(logps, y_w), at(logps, y_l),
+        at(ref_logps, y_w), at(ref_logps, y_l), beta,
     )
-    return dpo_loss(*of_policy, *of_reference, beta)
 
 
 def fit(policy, theta, ref_logps, data, beta, steps=200, lr=0.1):
@@ -1198,7 +1212,7 @@ spread(range(201), distance, yscale="log", xlabel="更新回数",
        title="π* までの距離、1 プロンプトあたりの対の数ごと")
 
 # %% [markdown]
-# 対が多いほど、 $\pi^*$ の近くまで行きます。対が 10 倍になると、残る距離は 1 桁近く小さくなります。
+# 対が多いほど、 $\pi^*$ の近くまで行きます。対を 10 倍にするたびに、残る距離の中央値は 5 分の 1 以下になります。
 # 対が足りないと、途中で $\pi^*$ に近づいたあと、ラベルの雑音を覚えて離れていきます。
 
 # %%
@@ -1206,8 +1220,8 @@ last = [values[:, -1] for values in distance.values()]
 medians = [values.quantile(0.5).item() for values in last]
 check("10,000 対なら、8 シードすべてで π* の近くに着く",
       last[2].max() < 0.1, f"{last[2].min():.3f}〜{last[2].max():.3f}")
-check("対が 10 倍になるごとに、距離は 3 分の 1 未満",
-      medians[1] < medians[0] / 3 and medians[2] < medians[1] / 3,
+check("対が 10 倍になるごとに、距離は 5 分の 1 以下",
+      medians[1] < medians[0] / 5 and medians[2] < medians[1] / 5,
       "中央値 " + " → ".join(f"{x:.3f}" for x in medians))
 
 # %%
@@ -1253,7 +1267,7 @@ drawn, (axes,) = figure(1, 2, panel=(4.4, 3.4))
 for ax, n in zip(axes, (300, 3_000), strict=True):
     ax.plot(*exact(many_betas), color=GREY, label="境界線")
     ax.axline([x.item() for x in exact(1.0)], slope=1.0, color=GREY,
-              linestyle=":", linewidth=1)
+              linestyle=":", linewidth=1, label="傾き 1 の接線")
     for colour, b in zip(COLOURS, BETAS, strict=False):
         ax.plot(*trained[n, b], "o", color=colour, label=f"β = {b} で学習")
         ax.plot(*exact(b), "x", color=colour, markersize=10, mew=2.5)
@@ -1265,7 +1279,7 @@ drawn
 
 # %% [markdown]
 # 灰色の線が正確な境界線、×がその $\beta$ での $\pi^*$、丸が 8 通りのデータで学習した方策です。
-# 対が多ければ、丸はほぼ境界線に乗り、 $\beta$ が大きいほど×の近くに集まります。対が少ないと、丸は境界線の **内側** に落ちます。同じだけ参照方策から離れても、雑音を覚えた分は報酬になりません。
+# 対が多ければ、丸はほぼ境界線に乗り、 $\beta$ が大きいほど×の近くに集まります。対が少ないと、丸は境界線の **下** に落ちます。同じだけ参照方策から離れても、雑音を覚えた分は報酬になりません。
 #
 # ステップ 1 の恒等式によれば、目的関数 $J$ の不足分は $\beta D_{\mathrm{KL}}[\pi\|\pi^*]$ でした。図では、×で境界線に引いた傾き $\beta$ の接線（点線は $\beta=1$ のもの）から、縦にどれだけ下にあるか、です。
 
@@ -1328,7 +1342,7 @@ for name, (policy, theta) in policies.items():
 drawn, (axes,) = figure(1, 2, panel=(4.4, 3.2))
 for ax, (name, lines) in zip(axes, moves.items(), strict=True):
     ax.axhline(0, color=GREY, linewidth=0.8)
-    ax.set_ylim(-9, 3)
+    ax.set_ylim(-6.5, 2.5)
     spread(range(101), lines, ax=ax, xlabel="更新回数", title=name,
            ylabel="対数確率の変化（nat）")
 drawn
@@ -1424,7 +1438,7 @@ check("最初の文字の KL は、8 シードすべてで残る", floor.min() >
 #
 # 最後に、言語モデルでも同じことが起きるかを見ます。数え上げられる小さな言語（プロンプト 2 つ、文字 3 つ、回答は 2 文字まで）を言語モデルに覚えさせて参照方策とし、そこから引いた対で、TRL の `DPOTrainer` を 1 回走らせます。
 #
-# 言語モデルの回答は、どれも EOS で終わります。また、表形式の方策と違って、言語モデルはどんな文字列でも書けます。数え上げた回答の **外** へ漏れた確率も測りましょう。
+# 表の世界では「aa」は打ち切られた回答でしたが、言語モデルでは「aa」の後にも EOS を書きます。また、表形式の方策と違って、言語モデルはどんな文字列でも書けます。数え上げた回答の **外** へ漏れた確率も測りましょう。
 
 # %%
 small = World(prompts=2, letters=3, max_length=2)
@@ -1532,13 +1546,17 @@ axes[0].plot(tabular_far, color=GREY, label="表形式")
 axes[0].plot(updates, far, "o-", markersize=4, label="言語モデル（TRL）")
 axes[0].set(yscale="log", title="数え上げた回答の中での距離",
             ylabel="KL(π‖π*)（nat）", xlabel="更新回数")
+ticks = (0.02, 0.05, 0.1, 0.2, 0.5)
+axes[0].set_yticks(ticks, ticks)
+axes[0].minorticks_off()
 axes[0].legend()
 axes[1].plot(updates, leak, "o-", color=COLOURS[1], markersize=4)
 axes[1].set(title="数え上げた回答の外", ylabel="確率", xlabel="更新回数")
 drawn
 
 # %%
-check("言語モデルも π* に近づく", far[-1] < far[0] / 2,
+check("数え上げた回答の中では、言語モデルも π* に近づく",
+      far[-1] < far[0] / 2,
       f"KL {far[0]:.3f} → {far[-1]:.3f}")
 check("外への漏れは 5 倍以上に増える", leak[-1] > 5 * leak[0],
       f"{leak[0]:.3f} → {leak[-1]:.3f}")
@@ -1554,11 +1572,13 @@ drawn_answers = generate(
     max_new_tokens=6, temperature=1.0,
 )
 strays = Counter(y for y in drawn_answers if y not in answers)
-print(f"400 回のうち {strays.total()} 回:", strays.most_common(6))
+long = sum(n for y, n in strays.items() if len(y) > 2)
+print(f"外は 400 回のうち {strays.total()} 回、うち 3 文字以上が {long} 回")
+print("多い順に:", strays.most_common(6))
 
 # %% [markdown]
-# モデルは、 $\pi^*$ に近づきながら、止まりどきを忘れ始めています。DPO の損失は外の回答の確率を見ていないので（ステップ 7）、増えても止めるものがありません。増え方は、学習率や乱数の種で大きく変わります（演習 5）。
-# 表形式ほど $\pi^*$ に近づかないのは、1 回の更新で見る対が 64 組だけであること、パラメータを共有していることなどが考えられます。
+# モデルは、数え上げた回答の **中では** $\pi^*$ に近づきながら、止まりどきを忘れ始めています。DPO の損失は外の回答の確率を見ていないので（ステップ 7）、増えても止めるものがありません。増え方は、学習率や乱数の種で大きく変わります（演習 5）。
+# 表形式ほど $\pi^*$ に近づかないのは、1 回の更新で見る対が 64 個だけであること、パラメータを共有していることなどが考えられます。
 
 # %% [markdown]
 # ## 演習
@@ -1566,7 +1586,7 @@ print(f"400 回のうち {strays.total()} 回:", strays.most_common(6))
 # 1. **実装と採点** 演習ノートブック [exercises/4.5.1-dpo.ipynb](exercises/4.5.1-dpo.ipynb) で、式 (4.19) を自分で実装し、仕込まれたバグを「成り立つはずの恒等式」で見つけ、数を予想してから測ってください。
 # 2. **ラベルの雑音** 実験 1 で、真の報酬を 3 倍にしてラベルの雑音を減らすと、1,000 対のときの距離はどう変わるでしょうか。予想してから確かめてください。3 倍にすると $\pi^*$ も動くことに注意しましょう。
 # 3. **対の引き方** ステップ 4 では、対の重みを変えても最小点は $\pi^*$ のままでした。では、対の数が限られているとき、 $\pi_{\mathrm{ref}}$ から引くのと一様に引くのとでは、どちらが $\pi^*$ に近づくでしょうか。
-# 4. **長さ** 対数確率の和の代わりに、トークンあたりの平均を `dpo_loss` に渡すと、最小点はどこへ動くでしょうか。ステップ 4 の「 $\pi^*$ で勾配が 0」を、平均に替えて調べてください（長さは `world.mask.sum(-1)` です）。
+# 4. **長さ** 対数確率の和の代わりに、トークンあたりの平均を `dpo_loss` に渡すと、最小点はどこへ動くでしょうか。ステップ 4 の「 $\pi^*$ で勾配が 0」を、平均に替えて調べてください（ `margins_of` の中で、 `logps - ref_logps` を長さ `world.mask.sum(-1)` で割ります）。
 # 5. **漏れ** 実験 5 の学習率を 2e-4 に変えて、外へ漏れる確率を比べてください。乱数の種（ `dpo_preset.arguments(seed=…)` ）も変えてみましょう。損失の曲線だけから、漏れの違いに気づけるでしょうか。
 
 # %% [markdown]

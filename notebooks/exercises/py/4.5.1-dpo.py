@@ -33,7 +33,7 @@
 # | $\log\pi_\theta(y_w\mid x),\ \log\pi_\theta(y_\ell\mid x)$ | 方策の対数確率（系列） | `chosen_logps`, `rejected_logps` | (B,) |
 # | $\log\pi_{\mathrm{ref}}(y_w\mid x),\ \log\pi_{\mathrm{ref}}(y_\ell\mid x)$ | 参照方策の対数確率（系列） | `ref_chosen_logps`, `ref_rejected_logps` | (B,) |
 # | $\beta$ | KL 正則化の係数 | `beta` | – |
-# | $\Delta$ | 二つの対数確率比の差 | – | (B,) |
+# | $\Delta$ | 2 つの対数確率比の差 | – | (B,) |
 
 # %% nbgrader={"grade": false, "grade_id": "setup", "locked": true, "schema_version": 3, "solution": false, "task": false}
 from companion.notebook import setup
@@ -86,7 +86,7 @@ def hint_for(value, hints, otherwise):
 #
 # ### 1.1　系列の対数確率
 #
-# 式に現れる $\log\pi_\theta(y\mid x)$ は、回答全体の対数確率です。言語モデルが返すのはトークンごとの対数確率なので、まずそこから組み立てます。`mask` は回答のトークンで 1、詰め物（パディング）で 0 です。
+# 式に現れる $\log\pi_\theta(y\mid x)$ は、回答全体の対数確率です。言語モデルが返すのはトークンごとの対数確率なので、まずそこから組み立てます。`mask` は回答のトークンで 1、パディングで 0 です。
 
 # %% nbgrader={"grade": false, "grade_id": "sequence_logps", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def sequence_logps(token_logps, mask):
@@ -106,7 +106,7 @@ assert shape == (2,), f"形状は (B,) = (2,) です。いまは {shape} です�
 hints = {
     (-2.0, -0.75): "トークン平均のようです。積の対数は、平均ではなく和です。",
     (-2.0, -0.5): "トークン平均のようです。積の対数は、平均ではなく和です。",
-    (-6.0, -10.5): "詰め物のトークンまで足しているようです。",
+    (-6.0, -10.5): "パディングのトークンまで足しているようです。",
 }
 values = tuple(round(v, 6) for v in result.tolist())
 hint = hints.get(values, "値が違います。")
@@ -125,7 +125,7 @@ for i in range(4):
 # %% [markdown]
 # ### 1.2　DPO の損失
 #
-# 形状 (B,) の対数確率四つと $\beta$ から、式 (4.19) の損失を計算してください。期待値はミニバッチの平均で置き換えます。気をつけたいことが二つあります。
+# 形状 (B,) の 4 つの対数確率と $\beta$ から、式 (4.19) の損失を計算してください。期待値はミニバッチの平均で置き換えます。気をつけたいことが 2 つあります。
 #
 # - 参照方策は固定されています。その対数確率はデータとして扱い、勾配を流しません。
 # - 学習が進むと $\beta\Delta$ は大きな値にもなります。 $\pm 1000$ でも、損失と勾配が `inf` や `nan` にならないように書きましょう。
@@ -144,7 +144,7 @@ def dpo_loss(
 
 
 # %% [markdown]
-# はじめは、手で計算できる一組です。対数確率比は $y_w$ が $+1$ 、 $y_\ell$ が $-1$ なので、 $\Delta=2$ です。
+# はじめは、手で計算できる 1 対です。対数確率比は $y_w$ が $+1$ 、 $y_\ell$ が $-1$ なので、 $\Delta=2$ です。
 
 # %% nbgrader={"grade": true, "grade_id": "test_value", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 c, r, ref_c, ref_r = -torch.tensor([[12.0], [15.0], [13.0], [14.0]]).double()
@@ -170,7 +170,7 @@ assert close(value, 0.598139), f"{hint}（{value:.6f}、正しくは 0.598139）
 
 start = dpo_loss(c, r, c, r, beta=0.1).item()
 assert close(start, math.log(2)), "方策と参照方策が等しければ log 2 です。"
-print("✓ 一組の値")
+print("✓ 1 対の値")
 ### BEGIN HIDDEN TESTS
 for seed, beta in enumerate([0.05, 0.1, 0.5, 2.0]):
     c, r, ref_c, ref_r = random_logps(1, seed)
@@ -181,7 +181,7 @@ for seed, beta in enumerate([0.05, 0.1, 0.5, 2.0]):
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# 次は、三組からなるミニバッチです。 $\beta=1$ 、 $\Delta=(2,0,-1)$ とします。
+# 次は、3 対からなるミニバッチです。 $\beta=1$ 、 $\Delta=(2,0,-1)$ とします。
 
 # %% nbgrader={"grade": true, "grade_id": "test_batch", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 zeros = torch.zeros(3, dtype=torch.float64)
@@ -192,7 +192,7 @@ hints = {
     2.133337: "ミニバッチの合計になっているようです。平均にしましょう。",
     0.540306: "平均をとるのは σ の対数をとったあとです。順序が逆のようです。",
 }
-hint = hint_for(value, hints, "組ごとの値を平均します。")
+hint = hint_for(value, hints, "対ごとの値を平均します。")
 assert close(value, 0.711112), f"{hint}（{value:.6f}、正しくは 0.711112）"
 print("✓ ミニバッチの平均")
 ### BEGIN HIDDEN TESTS
@@ -247,9 +247,16 @@ for i in range(5):
 zero = torch.zeros(1)
 value = dpo_loss(zero - 10000, zero, zero, zero, beta=0.1).item()
 assert math.isfinite(value), (
-    f"損失が {value} になりました。σ(-1000) は 0 に丸められます。"
+    f"損失が {value} になりました。σ(-1000) は 0 に、exp(1000) は inf になります。"
     "σ と log を別々にではなく、log σ をまとめて計算しましょう。")
-assert close(value, 1000.0, 1e-2), f"{value:.3f} です。ほぼ 1000 のはずです。"
+assert close(value, 1000.0, 1e-2), (
+    f"{value:.3f} です。ほぼ 1000 のはずです。"
+    "小さな数で下から押さえると、値も勾配も変わってしまいます。"
+)
+leaf = torch.tensor([-10000.0], requires_grad=True)
+dpo_loss(leaf, zero, zero, zero, beta=0.1).backward()
+slope = leaf.grad.item()
+assert close(slope, -0.1), f"勾配は −β = −0.1 のはずですが、{slope} です。"
 print("✓ 極端な値")
 ### BEGIN HIDDEN TESTS
 for dtype in (torch.float32, torch.float64):
@@ -280,7 +287,7 @@ def buggy_dpo_loss(
 
 
 # %% [markdown]
-# 正しい損失なら、次の三つがいつでも成り立ちます。一組の損失を $\mathcal{L}(y_w,y_\ell)$ と書きます。
+# 正しい損失なら、次の 3 つがいつでも成り立ちます。1 対の損失を $\mathcal{L}(y_w,y_\ell)$ と書きます。
 #
 # 1. **出発点** 方策と参照方策が等しければ、 $\mathcal{L}(y_w,y_\ell)=\log 2$ です。
 # 2. **入れ替え** $\sigma(m)/\sigma(-m)=e^m$ なので、好まれた回答と好まれなかった回答を入れ替えると、 $\mathcal{L}(y_w,y_\ell)-\mathcal{L}(y_\ell,y_w)=-\beta\Delta$ です。
@@ -288,7 +295,7 @@ def buggy_dpo_loss(
 
 # %% nbgrader={"grade": false, "grade_id": "show_identities", "locked": true, "schema_version": 3, "solution": false, "task": false}
 def identities(loss, beta):
-    """三つの恒等式の名前、左辺、右辺"""
+    """3 つの恒等式の名前、左辺、右辺"""
     c, r, ref_c, ref_r = random_logps(1, seed=2)
     delta = (c - ref_c) - (r - ref_r)
     value = loss(c, r, ref_c, ref_r, beta)
@@ -354,7 +361,7 @@ def repaired_dpo_loss(
 for beta in (0.1, 0.25):
     for name, left, right in identities(repaired_dpo_loss, beta):
         assert close(left, right), f"「{name.strip()}」がまだ成り立ちません。"
-print("✓ 三つの恒等式が成り立ちます")
+print("✓ 3 つの恒等式が成り立ちます")
 ### BEGIN HIDDEN TESTS
 for seed, beta in ((31, 0.05), (32, 0.4)):
     c, r, ref_c, ref_r = random_logps(6, seed)
@@ -365,7 +372,7 @@ for seed, beta in ((31, 0.05), (32, 0.4)):
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# 三つの恒等式は、自分の `dpo_loss` を試すのにも使えます。次のセルは採点しません。
+# 3 つの恒等式は、自分の `dpo_loss` を試すのにも使えます。次のセルは採点しません。
 
 # %%
 show_identities(dpo_loss, beta=0.25)
@@ -373,7 +380,7 @@ show_identities(dpo_loss, beta=0.25)
 # %% [markdown]
 # ## 問 3　予想してから測る（5 点）
 #
-# プロンプトは一つ、回答は A と B の二つだけという小さな世界を考えます。
+# プロンプトは 1 つ、回答は A と B の 2 つだけという小さな世界を考えます。
 #
 # - 真の報酬は $r(\mathrm{A})=1,\ r(\mathrm{B})=0$ です。
 # - 選好のラベルは Bradley–Terry モデルに従います。A が好まれる確率は $\sigma(r(\mathrm{A})-r(\mathrm{B}))\approx 0.73$ です。
@@ -381,10 +388,10 @@ show_identities(dpo_loss, beta=0.25)
 #
 # ### 3.1　予想する
 #
-# 選好データセットが無限に大きいとして、DPO の損失を最小にする方策 $\pi^*$ を考えます。計算機で学習する前に、紙と鉛筆で次の二つを求めてください。式（`math.exp` など）で書いても、数で書いても構いません。
+# 選好データセットが無限に大きいとして、DPO の損失を最小にする方策 $\pi^*$ を考えます。計算機で学習する前に、紙と鉛筆で次の 2 つを求めてください。式（`math.exp` など）で書いても、数で書いても構いません。
 #
-# - `predicted_gap` ：二つの対数確率比の差 $\displaystyle\log\frac{\pi^*(\mathrm{A})}{\pi_{\mathrm{ref}}(\mathrm{A})}-\log\frac{\pi^*(\mathrm{B})}{\pi_{\mathrm{ref}}(\mathrm{B})}$
-# - `predicted_prob` ：確率 $\pi^*(\mathrm{A})$ （小数第 2 位まで合っていれば正解です）
+# - `predicted_gap` ：2 つの対数確率比の差 $\displaystyle\log\frac{\pi^*(\mathrm{A})}{\pi_{\mathrm{ref}}(\mathrm{A})}-\log\frac{\pi^*(\mathrm{B})}{\pi_{\mathrm{ref}}(\mathrm{B})}$
+# - `predicted_prob` ：確率 $\pi^*(\mathrm{A})$ （四捨五入して小数第 2 位まで合っていれば正解です）
 
 # %% nbgrader={"grade": false, "grade_id": "predictions", "locked": false, "schema_version": 3, "solution": true, "task": false}
 # predicted_gap = 対数確率比の差
@@ -426,6 +433,7 @@ def trained_policy(rewards, ref_probs, beta, steps=200):
     win = 1 / (1 + math.exp(rewards[1] - rewards[0]))  # A が好まれる確率
     ref_logps = torch.tensor(ref_probs, dtype=torch.float64).log()
     logits = ref_logps.clone().requires_grad_()  # 参照方策から出発します
+    # 勾配は β² に比例して小さくなるので、その分だけ学習率を大きくします
     optimizer = torch.optim.SGD([logits], lr=2 / beta**2)
     for _ in range(steps):
         logps = logits.log_softmax(0)
@@ -443,7 +451,7 @@ def trained_policy(rewards, ref_probs, beta, steps=200):
 
 # %% nbgrader={"grade": true, "grade_id": "test_trained_policy", "locked": true, "points": 3, "schema_version": 3, "solution": false, "task": false}
 measured = trained_policy(rewards=(1.0, 0.0), ref_probs=(0.2, 0.8), beta=0.5)
-assert measured.shape == (2,), "二つの回答の確率を返してください。"
+assert measured.shape == (2,), "2 つの回答の確率を返してください。"
 assert close(measured.sum().item(), 1), "確率の和が 1 になりません。"
 assert measured[0] < 0.99, "B が好まれる場合も損失に入っていますか。"
 assert measured[0] > 0.21, "A の確率が増えていません。向きを確かめましょう。"
@@ -471,13 +479,13 @@ print(f"A の確率         予想 {predicted_prob:.4f}   測定 {p:.4f}")
 # %% [markdown]
 # ## 問 4　言葉で説明する（3 点）
 #
-# 三つの回答を持つ小さな方策を、一組の選好データだけで学習します。三つの回答の対数確率は、二つのパラメータを通じて互いにつながっています。参照方策は一様分布です。更新の大きさは、式 (4.19) を微分すると現れる重み $\beta\,\sigma(-\beta\Delta)$ で決めます。
+# 3 つの回答を持つ小さな方策を、1 対の選好データだけで学習します。3 つの回答の対数確率は、2 つのパラメータを通じて互いにつながっています。参照方策は一様分布です。更新の大きさは、式 (4.19) を微分すると現れる重み $\beta\,\sigma(-\beta\Delta)$ で決めます。
 
 # %% nbgrader={"grade": false, "grade_id": "one_pair_training", "locked": true, "schema_version": 3, "solution": false, "task": false}
 features = torch.tensor([
     [1.0, 0.5],    # 好まれた回答
     [2.0, 0.0],    # 好まれなかった回答
-    [-3.0, -0.5],  # 組に現れない回答
+    [-3.0, -0.5],  # 対に現れない回答
 ])
 direction = features[0] - features[1]  # マージンを増やす向き
 theta, beta = torch.zeros(2), 0.1
@@ -497,13 +505,13 @@ curves(history, {
 })
 
 # %% [markdown]
-# 右の図ではマージンが増えているので、損失は減っています。ところが左の図では、好まれた回答の対数確率まで下がっています。次の三つに触れながら、何が起きているのかを 3〜6 文で説明してください。
+# 右の図ではマージンが増えているので、損失は減っています。ところが左の図では、好まれた回答の対数確率まで下がっています。次の 3 つに触れながら、何が起きているのかを 3〜6 文で説明してください。
 #
 # - 好まれた回答の対数確率が下がってもマージンが増えうるのはなぜか
 # - 減った分の確率はどこへ移ったか
 # - 自分の学習でこれに気づくには、図に何を描けばよいか
 
 # %% [markdown] nbgrader={"grade": true, "grade_id": "explanation", "locked": false, "points": 3, "schema_version": 3, "solution": true, "task": false}
-# **解答例** 式 (4.19) の損失は、二つの対数確率比の差 $\Delta$ だけで決まります。問 2 の「平行移動」の通り、両方の対数確率が同じだけ下がっても損失は変わりません。そのため、好まれなかった回答がもっと大きく下がりさえすれば、好まれた回答が下がってもマージンは増えます。この例では二つの回答の特徴が似ていて、しかも好まれなかった回答の特徴のほうが大きいので、一方を下げる更新がもう一方も巻き込みます。（回答ごとに独立したパラメータを持つ表形式の方策では、これは起きません。）確率の和は 1 なので、減った分は組に現れない三つ目の回答へ移っています。気づくには、マージンや精度だけでなく、好まれた回答と好まれなかった回答の対数確率を別々の曲線として描きます。TRL のログでは `logps/chosen` と `logps/rejected` です。学習後の方策から回答を生成してみるのも確実です。
+# **解答例** 式 (4.19) の損失は、2 つの対数確率比の差 $\Delta$ だけで決まります。問 2 の「平行移動」の通り、両方の対数確率が同じだけ下がっても損失は変わりません。そのため、好まれなかった回答がもっと大きく下がりさえすれば、好まれた回答が下がってもマージンは増えます。この例では2 つの回答の特徴が似ていて、しかも好まれなかった回答の特徴のほうが大きいので、一方を下げる更新がもう一方も巻き込みます。（回答ごとに独立したパラメータを持つ表形式の方策では、これは起きません。）確率の和は 1 なので、減った分は対に現れない3 つ目の回答へ移っています。気づくには、マージンや精度だけでなく、好まれた回答と好まれなかった回答の対数確率を別々の曲線として描きます。TRL のログでは `logps/chosen` と `logps/rejected` です。学習後の方策から回答を生成してみるのも確実です。
 #
-# **採点の目安** 差だけで決まること（1 点）、組に現れない回答へ移ること（1 点）、二つの対数確率を分けて描くこと（1 点）。
+# **採点の目安** 差だけで決まること（1 点）、対に現れない回答へ移ること（1 点）、2 つの対数確率を分けて描くこと（1 点）。
