@@ -84,6 +84,15 @@ def test_expect_is_the_sum_and_ignores_impossible_responses():
     assert expect(probs, values).tolist() == [7.0]
 
 
+def test_expect_and_kl_have_finite_gradients_at_probability_zero():
+    probs = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64, requires_grad=True)
+    expect(probs, torch.tensor([1.0, 2.0, -torch.inf])).sum().backward()
+    assert probs.grad.tolist() == [[1.0, 2.0, 0.0]]
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    kl(logits.log_softmax(-1), torch.zeros(1, 3).double().log_softmax(-1)).sum().backward()
+    assert torch.isfinite(logits.grad[0, :2]).all()
+
+
 @given(SEEDS)
 @settings(max_examples=25, deadline=None)
 def test_kl_is_zero_at_equality_positive_elsewhere_and_has_the_textbook_value(seed):
@@ -141,6 +150,33 @@ def test_sampled_preferences_follow_bradley_terry():
     assert wins == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=0.02)
 
 
+def test_scale_is_the_standard_deviation():
+    world = World(4, 3, 3)
+    for draw in (world.random_logits, world.random_rewards):
+        torch.testing.assert_close(draw(generator(0), scale=3.0), 3 * draw(generator(0)))
+    assert world.random_rewards(generator(0)).std().item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_both_responses_of_a_pair_are_drawn_and_every_policy_has_its_own():
+    probs = torch.full((2, 1, 2), 0.5, dtype=torch.float64)
+    chosen, rejected = sample_preferences(probs, torch.zeros(2).double(), 1000, generator(0))
+    for ours, theirs in ((chosen, rejected), (chosen, rejected.flip(-1))):
+        assert (ours == theirs).double().mean().item() == pytest.approx(0.5, abs=0.05)
+    assert not torch.equal(chosen[0], chosen[1]) and not torch.equal(rejected[0], rejected[1])
+
+
+
+
+def test_every_policy_has_its_own_coins():
+    probs = torch.full((2, 1, 2), 0.5, dtype=torch.float64)
+    g = generator(0)
+    first, second = sample(probs, 1000, g), sample(probs, 1000, g)
+    chosen, _ = sample_preferences(probs, torch.zeros(2).double(), 1000, generator(0))
+    tossed = (first != second).all(0)  # where both policies had two responses to choose from
+    first_wins = (chosen == first)[:, tossed]
+    assert (first_wins[0] == first_wins[1]).double().mean().item() == pytest.approx(0.5, abs=0.1)
+
+
 def test_the_same_seed_draws_the_same():
     probs = World(1, 2, 2).log_probs(World(1, 2, 2).random_logits(generator(0))).exp()
     first, again, other = (sample(probs, 50, generator(s)) for s in (1, 1, 2))
@@ -149,8 +185,12 @@ def test_the_same_seed_draws_the_same():
 
 @pytest.mark.parametrize(
     "sizes, named",
-    [((0, 2, 2), "prompts"), ((1, 0, 2), "letters"), ((1, 2, 0), "max_length"), ((1, 27, 1), "26")],
-)
+    [
+        ((0, 2, 2), "prompts"), ((1, 0, 2), "letters"), ((1, 2, 0), "max_length"),
+        ((1, 27, 1), "26"), ((1.5, 2, 2), "prompts"),
+    ],
+)  # fmt: skip
+@pytest.mark.bad_input
 def test_bad_sizes_are_named(sizes, named):
     with pytest.raises(ValueError, match=named):
         World(*sizes)

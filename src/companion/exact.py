@@ -53,8 +53,9 @@ class World:
 
     def __post_init__(self) -> None:
         for name in ("prompts", "letters", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {size}")
         if self.letters > len(ascii_lowercase):
             raise ValueError(f"letters must be at most 26, got {self.letters}")
         alphabet = ascii_lowercase[: self.letters]
@@ -136,7 +137,8 @@ def expect(
 
     A response of probability 0 counts as 0 whatever its value, −∞ included.
     """
-    return torch.where(probs > 0, probs * values, 0.0).sum(-1)
+    # Masked before the product: after it, 0 times an infinity would be a NaN gradient.
+    return (probs * torch.where(probs > 0, values, 0.0)).sum(-1)
 
 
 def kl(
@@ -180,14 +182,16 @@ def sample(
 
 def sample_preferences(
     probs: Float[Tensor, "*batch prompt response"],
-    rewards: Float[Tensor, "*batch prompt response"],
+    rewards: Float[Tensor, "*values"],
     n: int,
     generator: torch.Generator,
 ) -> tuple[Int[Tensor, "*batch prompt n"], Int[Tensor, "*batch prompt n"]]:
     """n preference pairs (chosen, rejected) per prompt, as response indices.
 
     Both responses are drawn from ``probs``; which one is preferred is drawn under Bradley–Terry.
+    ``rewards`` broadcasts to ``probs``: one world's rewards serve a batch of policies.
     """
+    rewards = rewards.expand_as(probs)
     first, second = sample(probs, n, generator), sample(probs, n, generator)
     margins = rewards.gather(-1, first) - rewards.gather(-1, second)
     coins = torch.rand(margins.shape, generator=generator, dtype=margins.dtype)

@@ -47,7 +47,7 @@ def test_the_first_bad_position_is_named(bad):
         check_finite(fine=torch.zeros(1), logps=values)
 
 
-@pytest.mark.parametrize("bad", [0, -0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [0, -0.1, float("nan"), float("inf"), 10**400])
 def test_positive(bad):
     with pytest.raises(ValueError, match="beta must be a finite number above 0"):
         check_positive(beta=bad)

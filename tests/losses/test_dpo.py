@@ -103,6 +103,15 @@ def test_beta_must_be_positive(beta):
         dpo_loss(*random_logps(), beta)
 
 
+@pytest.mark.parametrize(
+    "chosen, rejected, beta", [(3e38, -3e38, 1.0), (1.0, 0.0, 1e39), (0.0, 0.0, 1e39)]
+)
+def test_a_margin_that_overflows_is_named(chosen, rejected, beta):
+    logps = tensors(chosen, rejected, 0.0, 0.0, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^margin\[0\] is (inf|nan)"):
+        dpo_loss(*logps, beta)
+
+
 @pytest.mark.bad_input
 def test_shapes_that_would_broadcast_are_refused():
     logps = random_logps()

@@ -1,6 +1,6 @@
 """The input checks that the losses share. Each names the argument and the first bad position."""
 
-import math
+import sys
 from numbers import Real
 
 import torch
@@ -60,7 +60,7 @@ def check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, Real):
             raise TypeError(f"{name} must be a number, got {type(number).__name__}")
-        if not (math.isfinite(number) and number > 0):
+        if not 0 < number <= sys.float_info.max:
             raise ValueError(f"{name} must be a finite number above 0, got {number}")
 
 

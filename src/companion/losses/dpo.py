@@ -29,7 +29,7 @@ def dpo_loss(
     Raises:
         TypeError: a log-prob is no tensor, or β no number.
         ValueError: shapes, dtypes or devices that differ, an empty batch, NaN or infinity (with
-            its position), β ≤ 0.
+            its position), β ≤ 0, a margin that overflows the dtype.
 
     Source: book (4.19); Rafailov et al. 2023 (arXiv:2305.18290), eq. 7;
         TRL 1.12.0 ``DPOTrainer._compute_loss`` with ``loss_type="sigmoid"``.
@@ -47,4 +47,5 @@ def dpo_loss(
     chosen_logratios = chosen_logps - ref_chosen_logps.detach()
     rejected_logratios = rejected_logps - ref_rejected_logps.detach()
     margin = beta * (chosen_logratios - rejected_logratios)
+    check_finite(margin=margin)  # finite log-probs and β may overflow together
     return -F.logsigmoid(margin).mean()
