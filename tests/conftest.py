@@ -7,6 +7,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from jaxtyping import config as jaxtyping_config  # noqa: E402
@@ -16,6 +17,10 @@ from nbclient import NotebookClient  # noqa: E402
 NotebookClient.shutdown_kernel.default_value = "immediate"
 
 torch.set_num_threads(1)
+
+# The same examples every time, and a slow machine is no failure.
+hypothesis.settings.register_profile("companion", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("companion")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import pytest
 
 import build
 import runtimes
-from companion.runner import NotebookFailure
+from companion.runner import Execution, NotebookFailure
 
 SOURCE = """# ---
 # jupyter:
@@ -94,11 +94,33 @@ def test_the_hash_does_not_depend_on_line_ends(tmp_path):
 def test_a_build_is_offline_on_the_cpu_preset_whatever_the_shell_says(notebooks, monkeypatch):
     monkeypatch.setenv("COMPANION_PRESET", "gpu")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     (notebooks / "py" / "x.py").write_text(
-        "# %%\nimport os\nprint(os.environ['COMPANION_PRESET'], os.environ['HF_HUB_OFFLINE'])\n",
+        "# %%\nimport os\nfor name in ('COMPANION_PRESET', 'HF_HUB_OFFLINE', "
+        "'CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS'):\n    print(name, repr(os.environ[name]))\n",
         encoding="utf-8")
     text, _ = build.build(notebooks / "py" / "x.py", notebooks)
-    assert nbformat.reads(text, as_version=4).cells[0].outputs[0].text == "cpu 1\n"
+    assert nbformat.reads(text, as_version=4).cells[0].outputs[0].text == (
+        "COMPANION_PRESET 'cpu'\nHF_HUB_OFFLINE '1'\nCUDA_VISIBLE_DEVICES ''\n"
+        "OMP_NUM_THREADS '1'\n")
+
+
+def test_a_warning_of_a_cell_is_shown_to_who_builds(notebooks, capsys):
+    (notebooks / "py" / "x.py").write_text(
+        "# %%\nimport warnings\nwarnings.warn('β is large')\n", encoding="utf-8")
+    assert build.main([]) == 0
+    assert "x: a cell wrote to stderr" in (err := capsys.readouterr().err) and "β is large" in err
+    assert "β is large" not in str(nbformat.read(notebooks / "x.ipynb", 4).cells[0].outputs)
+
+
+def test_figures_are_recorded_in_place_of_that_notebook_s_earlier_ones(notebooks):
+    for name, seconds in ("b", 3.0), ("a", 5.0), ("b", 11.0):
+        build.record(name, Execution(nbformat.v4.new_notebook(), (), seconds, seconds + 1, 2**30))
+    table = runtimes.read_section("notebooks", notebooks.parent / "RUNTIMES.md").splitlines()
+    assert table[0].startswith("| ノートブック | 秒 | CPU 秒 | 最大メモリ (MiB) |")
+    assert [row.split(" | ")[:4] for row in table[2:]] == [
+        ["| a", "5", "6", "1024"], ["| b", "11", "12", "1024"]]
 
 
 def test_a_failing_cell_leaves_the_built_notebook_as_it_was(notebooks, capsys):

@@ -51,6 +51,45 @@ def test_list_prints_to_a_console_that_lacks_letters(tmp_path):
     assert typed("list", cwd=tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii").returncode == 0
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a pipe in another way")
+def test_a_reader_that_leaves_is_no_error():
+    for variables in ({}, {"PYTHONUNBUFFERED": "1"}):  # noticed at the end, and at once
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(
+            [sys.executable, "-m", "companion", "list"], stdout=writing, stderr=subprocess.PIPE,
+            encoding="utf-8", env={**os.environ, "PYTHONUNBUFFERED": "", **variables},
+        )  # fmt: skip
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the shell is another")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed):
+    done = subprocess.run(f'"{sys.executable}" -m companion list {closed}', shell=True,
+                          capture_output=True, encoding="utf-8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the shell is another")
+def test_a_notebook_runs_without_output_streams(book, monkeypatch):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, a kernel leaves its streams alone
+    build = book("print(6 * 7)")
+    # As on a command line, nothing that opens files is imported before `main` has the streams.
+    code = ("import sys; from pathlib import Path; from companion import __main__, sections\n"
+            "def find(number):\n    from companion import runner\n"
+            f"    runner.checkout = lambda: Path({str(build.parent)!r})\n"
+            "    return sections.find(number)\n"
+            "__main__.find = find\nsys.exit(__main__.main(['run', '4.5.1']))")
+    done = subprocess.run(f'"{sys.executable}" -c "$CODE" >&- 2>&-', shell=True,
+                          env={**os.environ, "CODE": code})
+    assert done.returncode == 0
+    cells = nbformat.read(build / "4.5.1-dpo.ipynb", as_version=4).cells
+    assert cells[1].outputs[0].text == "42\n"
+
+
 @pytest.mark.parametrize("command", [(), ("list",), ("run",), ("info",)])
 def test_help(capsys, command):
     with pytest.raises(SystemExit) as ended:
@@ -64,6 +103,13 @@ def test_info_shows_versions_device_and_preset(tmp_path):
     assert done.returncode == 0, done.stderr
     for word in ("Python", "torch", "transformers", "trl", "CUDA", "preset cpu"):
         assert word in done.stdout
+
+
+def test_info_refuses_an_unknown_preset_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("COMPANION_PRESET", "tpu")
+    assert main(["info"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and "COMPANION_PRESET" in err and "'tpu'" in err
 
 
 def test_an_unknown_section_lists_the_known_ones(tmp_path):
@@ -96,6 +142,45 @@ def test_a_cell_that_fails_is_named_and_the_rest_is_kept(book, capsys):
     assert str(build / "4.5.1-dpo.html") in err
     cells = nbformat.read(build / "4.5.1-dpo.ipynb", as_version=4).cells
     assert cells[1].outputs[0].text == "42\n" and cells[2].outputs[0].output_type == "error"
+
+
+def _build_is_a_file(root):
+    (root / "build").touch()
+    return "build"
+
+
+def _result_is_a_folder(root):
+    (root / "build" / "4.5.1-dpo.ipynb").mkdir(parents=True)
+    return "4.5.1-dpo.ipynb"
+
+
+def _no_notebook(root):
+    (root / "notebooks" / "4.5.1-dpo.ipynb").unlink()
+    return "4.5.1-dpo.ipynb"
+
+
+def _broken_notebook(root):
+    (root / "notebooks" / "4.5.1-dpo.ipynb").write_text("{", encoding="utf-8")
+    return "4.5.1-dpo.ipynb"
+
+
+@pytest.mark.parametrize("spoil", [
+    _build_is_a_file, _result_is_a_folder, _no_notebook, _broken_notebook])
+def test_a_file_that_cannot_be_read_or_written_is_one_line(book, capsys, spoil):
+    named = spoil(book("print(1)").parent)
+    assert main(["run", "4.5.1"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and named in err
+
+
+def test_a_run_that_somebody_stops_says_so(book, monkeypatch, capsys):
+    def stopped(*arguments, **options):
+        raise KeyboardInterrupt
+
+    book("print(1)")
+    monkeypatch.setattr(runner, "execute", stopped)
+    assert main(["run", "4.5.1"]) == 130
+    assert "中断しました" in capsys.readouterr().err
 
 
 def test_without_a_checkout_run_says_how_to_install(monkeypatch, tmp_path, capsys):

@@ -40,7 +40,7 @@ def test_the_number_of_responses(letters, max_length):
 
 
 @given(WORLDS, SEEDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_probabilities_sum_to_one_over_any_batch(world, seed):
     logps = world.log_probs(world.random_logits(generator(seed), 2, 3, scale=3.0))
     assert logps.shape == (2, 3, world.prompts, len(world.responses))
@@ -61,7 +61,7 @@ def test_log_probs_by_hand():
 
 
 @given(WORLDS, SEEDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_logits_of_is_the_inverse_of_log_probs(world, seed):
     g = generator(seed)
     target = world.random_rewards(g, 2).log_softmax(-1)  # any distribution over responses
@@ -69,7 +69,7 @@ def test_logits_of_is_the_inverse_of_log_probs(world, seed):
 
 
 @given(WORLDS, SEEDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_log_probs_are_differentiable(world, seed):
     logits = world.random_logits(generator(seed)).requires_grad_()
     assert torch.autograd.gradcheck(world.log_probs, logits)
@@ -94,7 +94,7 @@ def test_expect_and_kl_have_finite_gradients_at_probability_zero():
 
 
 @given(SEEDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_kl_is_zero_at_equality_positive_elsewhere_and_has_the_textbook_value(seed):
     world = World(2, 2, 2)
     log_p, log_q = world.log_probs(world.random_logits(generator(seed), 2))
@@ -109,7 +109,7 @@ def test_kl_is_zero_at_equality_positive_elsewhere_and_has_the_textbook_value(se
 
 
 @given(SEEDS, st.floats(0.1, 5.0))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_tilt_maximizes_reward_minus_beta_kl(seed, beta):
     g = generator(seed)
     world = World(2, 2, 2)

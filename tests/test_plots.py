@@ -71,6 +71,12 @@ def test_curves_take_a_dict_and_count_rows_without_a_step():
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_xdata(), [1, 2, 3])
 
 
+def test_curves_take_another_column_across(history):
+    figure = plots.curves(history, {"対数確率": "logps/chosen"}, x="loss", xlabel="損失")
+    np.testing.assert_array_equal(figure.axes[0].lines[0].get_xdata(), history["loss"])
+    assert figure.axes[0].get_xlabel() == "損失"
+
+
 def test_four_panels_stand_two_by_two(history):
     figure = plots.curves(history, dict.fromkeys("abcd", "loss"))
     assert figure.axes[0].get_gridspec().get_geometry() == (2, 2)
@@ -90,8 +96,10 @@ def test_curves_refuse_what_they_cannot_draw(history, panels, message):
 
 def test_spread_draws_median_and_range():
     ys = np.array([[1.0, 5.0], [2.0, 4.0], [9.0, 3.0]])
-    figure = plots.spread([0, 1], ys, "DPO", title="題", xlabel="横", ylabel="縦")
+    figure = plots.spread([0, 1], ys, "DPO", title="題", xlabel="横", ylabel="縦", yscale="log")
     (ax,) = figure.axes
+    assert (ax.get_title("left"), ax.get_xlabel(), ax.get_ylabel()) == ("題", "横", "縦")
+    assert ax.get_yscale() == "log"
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 4.0])
     band = ax.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (1.0, 9.0)
@@ -134,7 +142,11 @@ def test_spread_refuses_what_it_cannot_draw(ys, message):
 def test_before_after_shows_both_numbers():
     figure = plots.before_after({"正解率": (0.38, 0.81), "下がる": (0.6, 0.2)}, limits=(0, 1))
     assert texts(figure) == ["0.38", "学習前", "0.81", "学習後", "0.60", "0.20"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["正解率", "下がる"]
+    (ax,) = figure.axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["正解率", "下がる"]
+    assert ax.get_xlim() == (0, 1)
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert len(dots) == 4 and not any(dot.get_clip_on() for dot in dots)  # whole at 0 and 1 too
     png(figure)
 
 

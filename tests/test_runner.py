@@ -1,6 +1,9 @@
 """companion.runner: a run is followed, measured, cleaned, and its failure kept and named."""
 
 import os
+import re
+import subprocess
+import sys
 
 import nbformat
 import pytest
@@ -11,7 +14,8 @@ SOURCE = """# %% [markdown]
 # # 題
 
 # %%
-import os, sys
+import os, sys, time
+time.sleep(0.5)
 print(os.environ["COMPANION_PRESET"])
 sys.stdout.flush()
 print(os.path.basename(os.getcwd()), end="")
@@ -54,6 +58,8 @@ def test_a_source_is_executed_followed_measured_and_cleaned(source, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[  1/2] 題 … ") and lines[0].endswith(" 秒")
     assert lines[1].startswith("[  2/2] 学習 … ")
+    shown = sum(float(re.search(r"([\d.]+) 秒$", line)[1]) for line in lines)
+    assert done.seconds >= 0.5 and abs(done.seconds - shown) <= 0.11  # each is rounded
 
 
 def test_variables_and_folder_are_the_kernel_s_alone(source, tmp_path, monkeypatch, capsys):
@@ -73,22 +79,40 @@ def test_variables_and_folder_are_the_kernel_s_alone(source, tmp_path, monkeypat
 def test_a_failure_names_cell_and_error_and_keeps_what_ran(tmp_path, capsys, fault, message):
     path = tmp_path / "x.py"
     path.write_text(
-        f"# %%\nprint(1)\n\n# %% [markdown]\n# ## 学習\n\n# %%\n{fault}\n\n# %%\nprint(3)\n",
+        "# %%\nimport sys\nprint(1)\nprint('noise', file=sys.stderr)\n\n"
+        f"# %% [markdown]\n# ## 学習\n\n# %%\n{fault}\n\n# %%\nprint(3)\n",
         encoding="utf-8")
     with pytest.raises(runner.NotebookFailure) as caught:
         runner.execute(path)
     assert message in str(caught.value)
     cells = [cell for cell in caught.value.notebook.cells if cell.cell_type == "code"]
-    assert cells[0].outputs[0].text == "1\n" and not cells[2].outputs
+    assert [output.text for output in cells[0].outputs] == ["1\n"] and not cells[2].outputs
+    assert "execution" not in cells[0].metadata
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"nbformat": 4, "cells": 3}'])
+def test_a_file_that_is_no_notebook_is_named(tmp_path, content):
+    path = tmp_path / "x.ipynb"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        runner.execute(path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends no signal to one process")
 def test_a_run_that_somebody_stops_ends_its_kernel(tmp_path):
     path = tmp_path / "x.py"
-    path.write_text("# %%\nimport os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\n"
-                    "time.sleep(60)\n", encoding="utf-8")
-    with pytest.raises(KeyboardInterrupt):
-        runner.execute(path, progress=False)
+    path.write_text("# %%\nimport os, pathlib, signal, time\n"
+                    "pathlib.Path('pid').write_text(str(os.getpid()), encoding='utf-8')\n"
+                    "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)\n", encoding="utf-8")
+    # In a process of its own: what nbclient leaves behind here would be reported in later tests.
+    code = ("import pathlib, psutil; from companion import runner\n"
+            "try:\n    runner.execute(pathlib.Path('x.py'), progress=False)\n"
+            "except KeyboardInterrupt:\n"
+            "    pid = int(pathlib.Path('pid').read_text(encoding='utf-8'))\n"
+            "    print('stopped', psutil.pid_exists(pid))\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          encoding="utf-8")
+    assert done.stdout == "stopped False\n" and "Traceback" not in done.stderr
 
 
 def test_notebook_and_page_are_written(source, tmp_path):

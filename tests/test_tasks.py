@@ -48,6 +48,16 @@ def test_a_mistake_is_well_formed_wrong_and_varied(task):
         assert all(0 <= reward <= 6 for reward in rewards)
 
 
+def test_each_digit_of_a_sorting_mistake_is_wrong_as_often_as_said():
+    rng = np.random.default_rng(0)
+    prompt = SORTING.train_prompts[0]
+    right = SORTING.answer(prompt)
+    mistakes = [SORTING.mistake(prompt, rng) for _ in range(4000)]
+    wrong = [sum(a != b for a, b in zip(right, mistake, strict=True)) for mistake in mistakes]
+    # of six digits, given that one at least is wrong
+    assert np.mean(wrong) == pytest.approx(6 * 0.15 / (1 - 0.85**6), abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
@@ -111,6 +121,16 @@ def test_a_prompt_of_another_kind_is_refused(task, prompt):
         task.reward(prompt, "77")
 
 
+@pytest.mark.parametrize("limit", ["0", "1", "2", "007", "020", "1000", "２０", "٢٠"])
+def test_a_limit_without_primes_or_oddly_written_is_refused(limit):
+    prompt = f"{limit}未満の素数の合計は？"
+    for use in (PRIME_SUMS.answer, lambda p: PRIME_SUMS.reward(p, "2")):
+        with pytest.raises(ValueError, match="prompt: not a prime-sums prompt"):
+            use(prompt)
+    with pytest.raises(ValueError, match="prompt: not a prime-sums prompt"):
+        PRIME_SUMS.mistake(prompt, np.random.default_rng(0))
+
+
 @BOTH
 def test_demonstrations_are_right_as_often_as_asked(task):
     data = demonstrations(task, 3000, right=0.4, seed=1)
@@ -132,6 +152,32 @@ def test_data_follows_the_seed_and_uses_every_prompt_evenly(task, draw):
     for prompt in first["prompt"]:
         counts[prompt] += 1
     assert max(counts.values()) == math.ceil(250 / len(task.train_prompts))
+
+
+def test_every_round_of_prompts_has_its_own_order():
+    n = len(PRIME_SUMS.train_prompts)
+    prompts = demonstrations(PRIME_SUMS, 2 * n, seed=0)["prompt"][:]
+    assert set(prompts[:n]) == set(prompts[n:]) == set(PRIME_SUMS.train_prompts)
+    assert prompts[:n] != prompts[n:]
+
+
+def test_preferences_have_pairs_of_mistakes_with_equal_reward():
+    data = preferences(SORTING, 2000, seed=0)
+    ties = [
+        SORTING.reward(row["prompt"], row["chosen"])
+        == SORTING.reward(row["prompt"], row["rejected"])
+        for row in data
+    ]
+    assert sum(ties) > 100
+
+
+@pytest.mark.parametrize(("right", "least", "most"), [(0.9, 0.92, 1.0), (0.05, 0.0, 0.2)])
+def test_preferences_have_the_answer_as_often_as_asked(right, least, most):
+    data = preferences(SORTING, 2000, right=right, seed=0)
+    share = np.mean(
+        [SORTING.answer(row["prompt"]) in (row["chosen"], row["rejected"]) for row in data]
+    )
+    assert least < share < most
 
 
 @BOTH

@@ -22,14 +22,15 @@ SHAPES = "--jaxtyping-packages=companion,beartype.beartype"  # shapes in annotat
 STAGES = {
     "ruff": (sys.executable, "-m", "ruff", "check"),
     "unit": (*PYTEST, SHAPES, "--ignore=tests/parity", "--ignore=tests/cases",
-             "--ignore=tests/test_notebooks.py", "--ignore=tests/test_exercises.py"),
+             "--ignore=tests/test_notebooks.py", "--ignore=tests/test_exercises.py",
+             "--ignore=tests/exercises"),
     "parity": (*PYTEST, SHAPES, "tests/parity"),
     "cases": (*PYTEST, SHAPES, "tests/cases"),
     # The text and the stored outputs of the notebooks, then the notebooks anew, as they stand.
     "notebooks": (*PYTEST, "--nbmake", "--nbmake-timeout=300", "tests/test_notebooks.py",
                   "notebooks", "--ignore=notebooks/exercises"),
     "trl-1.16.0": (sys.executable, "tools/matrix.py", "--releases", "1.16.0"),
-    "exercises": (*PYTEST, "tests/test_exercises.py"),
+    "exercises": (*PYTEST, "tests/test_exercises.py", "tests/exercises"),
 }
 
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 
-from runtimes import update_section
+from runtimes import read_section, update_section
 
 ROOT = Path(__file__).resolve().parent.parent
 OVERLAYS = ROOT / "build" / "overlays"
@@ -25,14 +25,20 @@ RELEASES = ("1.8.0", "1.14.2", "1.16.0")
 
 
 def overlay(release: str) -> Path:
-    """The folder that holds this TRL release alone, installed on first use."""
+    """The folder that holds this TRL release alone, installed on first use.
+
+    Raises:
+        SystemExit: pip cannot install it.
+    """
     folder = OVERLAYS / f"trl-{release}"
     if not (folder / f"trl-{release}.dist-info").exists():
-        subprocess.run(
+        installing = subprocess.run(
             [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade",
              "--target", str(folder), f"trl=={release}"],
-            check=True,
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
+        if installing.returncode:
+            raise SystemExit(f"TRL {release} cannot be installed")
     return folder
 
 
@@ -50,10 +56,10 @@ def run_parity(release: str, folder: Path | None) -> dict[tuple[str, str], float
         environment["PYTHONPATH"] = str(folder)
     imported = subprocess.run(
         [sys.executable, "-c", "import trl; print(trl.__version__)"],
-        env=environment, cwd=ROOT, check=True, capture_output=True, text=True, encoding="utf-8",
+        env=environment, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8",
     ).stdout.strip()  # fmt: skip
     if imported != release:
-        raise SystemExit(f"TRL {release} was asked for, but {imported} is imported")
+        raise SystemExit(f"TRL {release} was asked for, but {imported or 'none'} is imported")
     report = ROOT / "build" / f"parity-trl-{release}.xml"
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "tests/parity", f"--junitxml={report}"],
@@ -90,24 +96,28 @@ def table(results: dict[str, dict[tuple[str, str], float]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Run and tabulate; a SystemExit says what went wrong, or that RUNTIMES.md is out of date."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--releases", nargs="+", metavar="X.Y.Z",
                         help="only these, each by overlay (default: installed and "
                         + ", ".join(RELEASES) + ")")
     parser.add_argument("--write", action="store_true", help="put the table into RUNTIMES.md")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     (ROOT / "build").mkdir(exist_ok=True)
 
     installed = metadata.version("trl")
     results = {}
-    for release in arguments.releases or (installed, *RELEASES):
+    for release in options.releases or (installed, *RELEASES):
         print(f"== parity under TRL {release}", flush=True)
         own = release == installed
         results[release] = run_parity(release, None if own else overlay(release))
-    print(table(results))
-    if arguments.write:
-        update_section("matrix", table(results))
+    written = table(results)
+    print(written)
+    if options.write:
+        update_section("matrix", written)
+    elif written.splitlines()[0] != read_section("matrix").split("\n")[0]:
+        raise SystemExit("RUNTIMES.md has other columns: run python tools/matrix.py --write")
 
 
 if __name__ == "__main__":

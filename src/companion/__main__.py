@@ -1,6 +1,7 @@
 """Command line: python -m companion list | run SECTION | info."""
 
 import argparse
+import os
 import platform
 import sys
 import time
@@ -12,14 +13,33 @@ from companion.sections import SECTIONS, Section, find
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 when it failed, 2 when it was asked wrongly."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a console without ✓ or 〜 still works
-    options = _parser().parse_args(arguments)
+    for name, number in ("stdout", 1), ("stderr", 2):
+        if getattr(sys, name) is None:  # closed, as by >&-; a kernel needs one too
+            _discard(number)
+            setattr(sys, name, open(number, "w", encoding="utf-8"))
+        getattr(sys, name).reconfigure(errors="replace")  # a console without ✓ or 〜 still works
     try:
-        return options.command(options)
+        try:
+            options = _parser().parse_args(arguments)
+            return options.command(options)
+        finally:
+            sys.stdout.flush()  # here, not at exit, a reader that has left is noticed
+    except BrokenPipeError:  # as head does
+        for stream in (sys.stdout, sys.stderr):
+            _discard(stream.fileno())
+        return 1
+    except OSError as error:  # a file is missing, or a folder, or not writable
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\n中断しました", file=sys.stderr)
         return 130
+
+
+def _discard(number: int) -> None:
+    """Send what is written to a file descriptor, by this process or a kernel, nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    os.set_inheritable(number, True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,11 +101,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from companion import runner  # Jupyter takes a moment to import; list needs none of it
 
-    try:
-        root = runner.checkout()
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
+    root = runner.checkout()
     source = root / "notebooks" / section.notebook
     build = root / "build"
     build.mkdir(exist_ok=True)
@@ -96,6 +112,9 @@ def _run(options: argparse.Namespace) -> int:
         failure = None
     except runner.NotebookFailure as error:
         notebook, failure = error.notebook, error
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     written = runner.write(notebook, build / section.notebook, f"{section.number} {section.title}")
     if failure:
         print(f"\n失敗しました: {failure}\nそこまでの結果は次にあります。", file=sys.stderr)
@@ -111,13 +130,18 @@ def _info(options: argparse.Namespace) -> int:
 
     from companion import notebook
 
+    try:
+        here = notebook.where()
+    except ValueError as error:  # COMPANION_PRESET
+        print(error, file=sys.stderr)
+        return 2
     print(f"Python        {platform.python_version()} ({platform.system()} {platform.machine()})")
     for name, version in notebook.versions().items():
         if name != "Python":
             print(f"{name:<13} {version}")
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "なし"
     print(f"CUDA          {cuda}")
-    print(f"この環境      {notebook.where()}")
+    print(f"この環境      {here}")
     print(f"companion     {Path(__file__).parent}")
     return 0
 

@@ -1,5 +1,6 @@
 """What every notebook calls: the first cell's set-up, and the claims that hold a derivation up."""
 
+import math
 import os
 import platform
 import random
@@ -62,15 +63,18 @@ def claim(text: str, left: Numbers, right: Numbers, tol: float = 1e-10) -> None:
 
     Args:
         text: the equation in the book's symbols.
-        left, right: numbers, arrays or tensors whose shapes broadcast.
+        left, right: real numbers, arrays or tensors of them whose shapes broadcast, or lists of
+            these; compared in float64.
         tol: the largest absolute difference that counts as equal.
 
     Raises:
         AssertionError: a difference above `tol`, a NaN, or shapes that do not broadcast; names
             the claim and the first bad position.
-        ValueError: a side without a number in it, which would make any claim true.
+        TypeError: a side that is not made of real numbers in float64's range; names the place.
+        ValueError: a side without a number in it, which would make any claim true, or a list
+            whose items differ in shape.
     """
-    left, right = _array(left), _array(right)
+    left, right = _float64(left, f"{text}: left"), _float64(right, f"{text}: right")
     try:
         both = np.broadcast_arrays(left, right)
     except ValueError:
@@ -79,7 +83,8 @@ def claim(text: str, left: Numbers, right: Numbers, tol: float = 1e-10) -> None:
         ) from None
     if both[0].size == 0:
         raise ValueError(f"{text}: left or right is empty, so nothing is compared")
-    difference = np.where(both[0] == both[1], 0.0, np.abs(both[0] - both[1]))
+    with np.errstate(invalid="ignore", over="ignore"):  # ∞ − ∞, which counts as equal
+        difference = np.where(both[0] == both[1], 0.0, np.abs(both[0] - both[1]))
     bad = ~(difference <= tol)  # NaN compares false, so it is bad
     if bad.any():
         place = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -97,22 +102,35 @@ def check(text: str, condition: bool | np.bool_ | Tensor, detail: str = "") -> N
 
     Raises:
         AssertionError: `condition` is false; names the check and its numbers.
-        ValueError: `condition` is not one truth value.
+        ValueError: `condition` is not one truth value; a number is none.
     """
-    size = _array(condition).size
-    if size != 1:
-        raise ValueError(f"condition must be one truth value, not {size}: {text}")
-    if not bool(condition):
+    truth = condition
+    if isinstance(truth, np.bool_ | np.ndarray | Tensor) and math.prod(truth.shape) == 1:
+        truth = truth.item()
+    if not isinstance(truth, bool):
+        raise ValueError(f"{text}: condition must be one truth value, not {condition!r}")
+    if not truth:
         raise AssertionError(f"{text}: 成り立ちません   {detail}".rstrip())
     print(f"✓ {text}   {detail}".rstrip())
 
 
-def _array(values: Numbers | bool | np.bool_) -> np.ndarray:
+def _float64(values: Numbers, name: str) -> np.ndarray:
+    """The numbers, lists and tensors unpacked; `name` says in a message what they are."""
+    if isinstance(values, list | tuple):
+        items = [_float64(item, f"{name}[{i}]") for i, item in enumerate(values)]
+        shapes = sorted({item.shape for item in items})
+        if len(shapes) > 1:
+            raise ValueError(f"{name} has items of different shapes: {shapes}")
+        return np.array(items)
     if isinstance(values, Tensor):
-        values = values.detach().cpu()
-    elif isinstance(values, list | tuple) and any(isinstance(v, Tensor) for v in values):
-        values = torch.stack(list(values)).detach().cpu()
-    return np.asarray(values, dtype=np.float64)
+        if values.is_floating_point():
+            values = values.double()  # NumPy has no bfloat16
+        values = values.numpy(force=True)
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf":  # a Python int of more than 64 bits is an object
+        kind = type(values).__name__ if array.dtype == object else array.dtype
+        raise TypeError(f"{name} must be real numbers in float64's range, not {kind}")
+    return array.astype(np.float64)
 
 
 def _brief(values: np.ndarray) -> str:

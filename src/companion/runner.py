@@ -80,10 +80,18 @@ def execute(
         progress: print a line for each code cell: count, section, seconds.
 
     Raises:
+        OSError: `path` cannot be opened.
+        ValueError: `path` holds no notebook.
         NotebookFailure: a cell raised, or the kernel died.
         KeyboardInterrupt: somebody stopped it; the kernel is ended.
     """
-    notebook = jupytext.read(path)
+    try:
+        notebook = jupytext.read(path)
+    except OSError:
+        raise
+    except Exception as error:  # what it is depends on where the file stops being a notebook
+        raise ValueError(
+            f"{path} は、ノートブックとして読めません ({type(error).__name__})") from error
     variables = {**os.environ, **(environment or {})}
     if preset is not None:
         variables["COMPANION_PRESET"] = preset

@@ -52,7 +52,7 @@ def _primes_below(n: int) -> tuple[int, ...]:
 
 
 def _limit(prompt: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,3})未満の素数の合計は？", prompt)
+    match = re.fullmatch(r"([3-9]|[1-9][0-9]{1,2})未満の素数の合計は？", prompt)
     if match is None:
         raise ValueError(f"prompt: not a prime-sums prompt: {prompt!r}")
     return int(match[1])
@@ -137,7 +137,7 @@ def _sorting_prompts(train: int, test: int) -> tuple[tuple[str, ...], tuple[str,
 
 
 def _is_written(pattern: str, text: object) -> bool:
-    return isinstance(text, str) and re.fullmatch(pattern, text, re.ASCII) is not None
+    return isinstance(text, str) and re.fullmatch(pattern, text) is not None
 
 
 _train, _test = _sorting_prompts(train=20_000, test=500)

@@ -1,5 +1,7 @@
 """Generation: padding moves nothing, seeds hold, bad prompts are named."""
 
+import math
+
 import pytest
 import torch
 
@@ -52,6 +54,37 @@ def test_sampling_is_from_the_whole_softmax(sorting):
     assert samples.count(answer) / 2000 == pytest.approx(expected, abs=0.05)
 
 
+def test_sampling_leaves_no_token_out(sorting):
+    first = lm.generate(*sorting, ["780667>"] * 1000, max_new_tokens=1, temperature=100.0)
+    assert len(set(first)) > 200
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
+def test_the_first_end_token_of_the_models_config_ends(sorting, several):
+    model, tokenizer = sorting
+    seven = tokenizer.encode("7")[0]
+    usual = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [usual, seven] if several else seven
+    try:
+        responses = lm.generate(model, tokenizer, ["780667>", "120000>"], max_new_tokens=8)
+    finally:
+        model.generation_config.eos_token_id = usual
+    assert responses == ["066", "000012"]
+
+
+def test_without_an_end_token_in_the_models_config_the_tokenizers_ends(sorting, monkeypatch):
+    model, tokenizer = sorting
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    assert lm.generate(model, tokenizer, ["780667>"], max_new_tokens=8) == ["066778"]
+
+
+def test_batches_draw_apart(sorting):
+    responses = lm.generate(
+        *sorting, ["780667>"] * 8, max_new_tokens=8, temperature=2.0, batch_size=4
+    )
+    assert responses[:4] != responses[4:]
+
+
 def test_batches_join_in_order(sorting):
     prompts = SORTING.test_prompts[:7]
     assert lm.generate(*sorting, prompts, max_new_tokens=8, batch_size=3) == lm.generate(
@@ -86,8 +119,11 @@ def test_no_prompts(sorting):
         ("780667>", {}, "prompts: a list"),
         (["1>", ""], {}, r"prompts\[1\]: is empty"),
         (["1>", "龍>"], {}, r"prompts\[1\]: unknown character '龍'"),
+        (["<eos>1龍>"], {}, r"prompts\[0\]: unknown character '龍'"),
         (["1>"], {"max_new_tokens": 0}, "max_new_tokens"),
         (["1>"], {"temperature": 0.0}, "temperature"),
+        (["1>"], {"temperature": math.inf}, "temperature"),
+        (["1>"], {"temperature": math.nan}, "temperature"),
         (["1>"], {"batch_size": 0}, "batch_size"),
     ],
 )

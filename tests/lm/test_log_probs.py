@@ -1,5 +1,7 @@
 """companion.lm.log_probs: which token is scored from where, whatever the padding."""
 
+import math
+
 import pytest
 import torch
 
@@ -33,6 +35,15 @@ def test_every_completion_token_is_scored_from_the_position_before(model):
     assert (ours != 0).sum() == 3
 
 
+@pytest.mark.parametrize("pad", [0, 1], ids=["pad", "pad is eos"])
+def test_an_eos_inside_the_prompt_is_a_token_like_any(model, pad):
+    prompt = [5, 1, 6]
+    ours = token_log_probs(model, **batch(2, 1, pad, prompt))[0, 5:8]
+    logps = model(torch.tensor([prompt + COMPLETION])).logits[0].log_softmax(-1)
+    expected = torch.stack([logps[2 + t, token] for t, token in enumerate(COMPLETION)])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("left, right", [(3, 0), (0, 4), (2, 2)])
 @pytest.mark.parametrize("pad", [0, 1], ids=["pad", "pad is eos"])
 def test_padding_moves_nothing(model, left, right, pad):
@@ -62,6 +73,15 @@ def test_temperature_divides_the_logits(model):
     logits = model(torch.tensor([PROMPT + COMPLETION])).logits[0, 1:-1] / 0.6
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(COMPLETION)[:, None])[:, 0]
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    total = sequence_log_probs(model, **batch(), temperature=0.6)
+    torch.testing.assert_close(total, expected.sum()[None], rtol=0, atol=1e-12)
+
+
+def test_a_mask_is_not_0_on_real_tokens(model):
+    """Another number than 1 would count a position twice."""
+    plain = batch(left=2, right=1)
+    doubled = plain | {name: 2 * plain[name] for name in ("attention_mask", "completion_mask")}
+    assert torch.equal(token_log_probs(model, **doubled), token_log_probs(model, **plain))
 
 
 @pytest.mark.bad_input  # a stand-in for the model
@@ -93,7 +113,11 @@ def test_nan_under_the_mask_reaches_neither_result_nor_gradient(model):
         (dict(completion_mask=torch.tensor([[1, 0, 1, 1, 1]])), r"completion_mask\[0, 0\]"),
         (dict(attention_mask=torch.tensor([[1, 1, 1, 1, 0]])), r"completion_mask\[0, 4\]"),
         (dict(attention_mask=torch.tensor([[1, 0, 1, 1, 1]])), r"completion_mask\[0, 2\]"),
-        (dict(temperature=0.0), "temperature must be above 0"),
+        ({key: row[0] for key, row in batch().items()}, r"input_ids must be .* got shape \(5,\)"),
+        ({key: row[:0] for key, row in batch().items()}, r"not empty, got shape \(0, 5\)"),
+        (dict(temperature=0.0), "temperature must be finite and above 0"),
+        (dict(temperature=math.inf), "temperature must be finite and above 0"),
+        (dict(temperature=math.nan), "temperature must be finite and above 0"),
     ],
 )
 def test_bad_input_is_named(model, change, message):
@@ -124,6 +148,10 @@ def test_without_eos_the_completion_ends_in_its_text():
         (["1", ""], ["3", "4"], r"prompts\[1\] is empty"),
         (["1", "2"], ["3", ""], r"completions\[1\] is empty"),
         ([], [], "prompts is empty"),
+        (["1", "2龍"], ["3", "4"], r"prompts\[1\]: unknown character '龍' in '2龍'"),
+        (["1", "2"], ["3", "<eos>虎"], r"completions\[1\]: unknown character '虎'"),
+        ("12", ["3", "4"], "prompts: a list of strings is needed"),
+        (["1", "2"], "34", "completions: a list of strings is needed"),
     ],
 )
 def test_bad_texts_are_named(prompts, completions, message):

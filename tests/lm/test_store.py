@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -78,20 +79,23 @@ def test_load():
 
 @pytest.fixture
 def cut_small(tmp_path, monkeypatch):
-    """A cache of its own, and a small size that takes a second."""
+    """A cache of its own, and a small size that takes no time."""
     monkeypatch.setenv("COMPANION_CACHE", str(tmp_path / "cache"))
     recipe = replace(store.RECIPES["prime-sums", "small"], steps=2, batch_size=8)
     monkeypatch.setitem(store.RECIPES, ("prime-sums", "small"), recipe)
     monkeypatch.setitem(store.SIZES, "small", store.SIZES["tiny"])
+    monkeypatch.setattr(store, "measure", lambda *_, **__: {})  # most of the time
 
 
-def test_small_is_made_once(cut_small, tmp_path, capfd):
+def test_small_is_made_once(cut_small, tmp_path, capfd, monkeypatch):
     folder = lm.checkpoint("prime-sums", "small")
     assert "warm-up" in capfd.readouterr().err  # progress
     assert store.is_whole(folder)
-    before = (folder / store.CARD).stat().st_mtime_ns
+    # what a file manager or a reader leaves there does not matter
+    (folder / ".DS_Store").write_text("", encoding="utf-8")
+    (folder / "notes").mkdir()
+    monkeypatch.setattr(store, "make_checkpoint", lambda *_, **__: pytest.fail("made again"))
     assert lm.checkpoint("prime-sums", "small") == folder
-    assert (folder / store.CARD).stat().st_mtime_ns == before
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
     model, _ = lm.load("prime-sums", "small")
     assert model.config.vocab_size == len(lm.build_tokenizer())
@@ -108,6 +112,16 @@ def _flip(folder):
         file.write(b"\xff\xff")
 
 
+def _into_a_file(folder):
+    shutil.rmtree(folder)
+    folder.write_text("", encoding="utf-8")
+
+
+def _into_a_dangling_link(folder):
+    shutil.rmtree(folder)
+    folder.symlink_to(folder.parent / "nowhere")
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -117,8 +131,23 @@ def _flip(folder):
         lambda folder: (folder / store.CARD).unlink(),
         lambda folder: (folder / store.CARD).write_text("{", encoding="utf-8"),
         lambda folder: (folder / store.CARD).write_text("[]", encoding="utf-8"),
+        lambda folder: (folder / store.CARD).write_text('{"sha256": {}}', encoding="utf-8"),
+        lambda folder: (folder / store.CARD).write_text('{"sha256": "0"}', encoding="utf-8"),
+        _into_a_file,
+        _into_a_dangling_link,
     ],
-    ids=["truncated", "flipped", "file missing", "card missing", "card cut", "card odd"],
+    ids=[
+        "truncated",
+        "flipped",
+        "file missing",
+        "card missing",
+        "card cut",
+        "card odd",
+        "card empty",
+        "card of no files",
+        "file",
+        "dangling link",
+    ],
 )
 def test_a_damaged_entry_is_made_again(cut_small, damage):
     folder = lm.checkpoint("prime-sums", "small")
@@ -139,10 +168,55 @@ def test_a_cut_run_leaves_nothing(cut_small, tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_another_recipe_is_another_entry(cut_small, monkeypatch):
+def test_a_faster_process_wins(cut_small, monkeypatch):
+    made = lm.checkpoint("prime-sums", "small")
+    theirs = made.rename(made.parent / "theirs")
+    make = store.make_checkpoint
+
+    def make_while_another_finishes(*args, **kwargs):
+        make(*args, **kwargs)
+        theirs.rename(made)
+        (made / "theirs").touch()
+
+    monkeypatch.setattr(store, "make_checkpoint", make_while_another_finishes)
+    assert lm.checkpoint("prime-sums", "small") == made
+    assert (made / "theirs").exists()
+
+
+def test_an_entry_that_cannot_be_put_in_its_place_is_an_error(cut_small, monkeypatch):
+    def refuse(*args):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        lm.checkpoint("prime-sums", "small")
+
+
+def test_the_cache_may_be_under_the_home_folder(cut_small, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))  # Windows
+    monkeypatch.setenv("COMPANION_CACHE", "~/models")
+    assert lm.checkpoint("prime-sums", "small").parent == tmp_path / "models"
+
+
+@pytest.mark.parametrize("cache", ["file", "file/folder"])
+def test_a_cache_that_is_no_folder_is_named(cut_small, tmp_path, monkeypatch, cache):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("COMPANION_CACHE", str(tmp_path / cache))
+    with pytest.raises(ValueError, match=r"kept in .*file.*: let COMPANION_CACHE name a folder"):
+        lm.checkpoint("prime-sums", "small")
+
+
+@pytest.mark.parametrize("change", ["recipe", "size", "characters"])
+def test_another_recipe_is_another_entry(cut_small, monkeypatch, change):
     first = lm.checkpoint("prime-sums", "small")
-    recipe = replace(store.RECIPES["prime-sums", "small"], steps=3)
-    monkeypatch.setitem(store.RECIPES, ("prime-sums", "small"), recipe)
+    if change == "recipe":
+        recipe = replace(store.RECIPES["prime-sums", "small"], steps=3)
+        monkeypatch.setitem(store.RECIPES, ("prime-sums", "small"), recipe)
+    elif change == "size":
+        monkeypatch.setitem(store.SIZES, "small", store.SIZES["tiny"] | {"num_hidden_layers": 1})
+    else:
+        monkeypatch.setattr(store, "CHARACTERS", (*store.CHARACTERS, "龍"))
     assert lm.checkpoint("prime-sums", "small") != first
 
 

@@ -32,6 +32,23 @@ def test_bad_batches_are_named(columns, message):
         preference_batch(*columns, pad_token_id=0)
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (([], [], []), "prompts is empty"),
+        ((["ab"], [[2]], [[2]]), r"prompts\[0\] must be token ids, not 'ab'"),
+        (([[1]], "a", [[2]]), r"chosen\[0\] must be token ids, not 'a'"),
+        (([1, 2], [3, 4], [5, 6]), r"prompts\[0\] must be token ids, not 1"),
+        (([[1], [1]], [[2], [2]], [[2], [0.5]]), r"rejected\[1\] must be token ids, not \[0.5\]"),
+        (([[1]], [[[2]]], [[2]]), r"chosen\[0\] must be token ids"),
+    ],
+)
+def test_batches_that_are_no_token_ids_are_named(columns, message):
+    with pytest.raises(ValueError, match=message):
+        preference_batch(*columns, pad_token_id=0)
+
+
 def test_the_callers_models_are_left_alone():
     tokenizer = build_tokenizer()
     model, ref_model = new_model(seed=0), new_model(seed=1)

@@ -89,7 +89,9 @@ def test_arguments_make_a_config(without_cuda):
     assert config.learning_rate == row.learning_rate
     assert config.seed == 3
     assert not config.bf16 and not config.gradient_checkpointing
+    assert row.arguments()["report_to"] == "none"  # the default differs between versions
     assert config.report_to == []
+    assert config.save_strategy == "no"
     assert config.device.type == "cpu"
 
 
@@ -105,3 +107,16 @@ def test_the_batch_is_global(without_cuda, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="WORLD_SIZE: 3 processes cannot share a batch of 64"):
         row.arguments()
+
+
+def test_an_empty_world_size_is_one_process(without_cuda, monkeypatch):
+    row = training.preset("dpo")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert row.arguments()["per_device_train_batch_size"] == row.batch_size
+
+
+@pytest.mark.parametrize("world_size", ["0", "-1", "1.0", "two", "128"])
+def test_a_world_size_that_cannot_share_the_batch_is_named(without_cuda, monkeypatch, world_size):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match=f"WORLD_SIZE: {world_size} processes .* use one of"):
+        training.preset("dpo").arguments()

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from transformers import TrainerState
 from trl import DPOConfig, DPOTrainer
 
 from companion import lm, training
 from companion.lm import store
 from companion.tasks import SORTING, preferences
+from companion.training import run
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,11 @@ def make_trainer(model, tokenizer, row, seed=0, **overrides):
     )
 
 
+def get_watch(trainer):
+    [watch] = [c for c in trainer.callback_handler.callbacks if isinstance(c, run._Watch)]
+    return watch
+
+
 def cut(row):
     return replace(row, steps=10, examples=160, batch_size=16)
 
@@ -40,6 +48,7 @@ def test_history_bar_and_silence(recwarn, capfd):
     assert {"grad_norm", "logps/chosen", "logps/rejected"} <= set(history.columns)
     assert not history.isna().any(axis=None)
     assert not [column for column in history if "runtime" in column or "second" in column]
+    assert not {"epoch", "num_tokens"} & set(history.columns)  # `step` says it
 
     printed = capfd.readouterr()
     assert printed.out == ""
@@ -63,7 +72,47 @@ def test_the_same_seed_gives_the_same_run():
 def test_a_second_run_has_its_own_history():
     trainer = make_trainer(*lm.load("sorting"), cut(training.preset("dpo")))
     assert training.train(trainer)["step"].tolist() == [1, 5, 10]
+    first = get_watch(trainer)
+    transformers.utils.logging.set_verbosity_warning()
     assert training.train(trainer)["step"].tolist() == [1, 5, 10]
+    assert get_watch(trainer) is not first  # and there is one
+    assert first.bar.disable and get_watch(trainer).bar.disable  # as closed bars are
+    assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.ERROR
+
+
+@pytest.mark.parametrize("overrides", [dict(logging_steps=11), dict(logging_strategy="no")])
+def test_a_run_that_would_log_nothing_is_refused_before_it_starts(overrides):
+    model, tokenizer = lm.load("sorting")
+    row = cut(training.preset("dpo"))
+    trainer = make_trainer(model, tokenizer, row, logging_first_step=False, **overrides)
+    before = model.lm_head.weight.clone()
+    with pytest.raises(ValueError, match="logging_steps: no row .* in 10 steps"):
+        training.train(trainer)
+    assert torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (dict(logging_steps=10), [10]),
+        (dict(logging_steps=0.5), [5, 10]),  # a share of the run
+        (dict(logging_strategy="epoch"), [10]),
+        (dict(logging_steps=11, logging_first_step=True), [1]),
+    ],
+)
+def test_a_run_that_logs_now_and_then(overrides, steps):
+    row = cut(training.preset("dpo"))
+    overrides = dict(logging_first_step=False) | overrides
+    trainer = make_trainer(*lm.load("sorting"), row, **overrides)
+    assert training.train(trainer)["step"].tolist() == steps
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_figures_that_are_no_numbers_stop_the_run(name, value):
+    state = TrainerState(global_step=3, max_steps=10)
+    with pytest.raises(FloatingPointError, match=f"{name} is {value} at step 3 of 10"):
+        run._Watch().on_log(None, state, None, logs={name: value})
 
 
 def test_nan_stops_the_run():
@@ -73,6 +122,7 @@ def test_nan_stops_the_run():
         model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="loss is nan at step 1 of 10"):
         training.train(trainer)
+    assert get_watch(trainer).bar.disable  # closed
 
 
 def test_nan_shows_through_trainers_own_filter():

@@ -3,6 +3,7 @@
 from companion.lm.generate import generate
 from companion.lm.log_probs import completion_batch, sequence_log_probs, token_log_probs
 from companion.lm.model import new_model
+from companion.lm.score import score
 from companion.lm.store import checkpoint, load, measure
 from companion.lm.tokenizer import build_tokenizer
 
@@ -14,6 +15,7 @@ __all__ = [
     "load",
     "measure",
     "new_model",
+    "score",
     "sequence_log_probs",
     "token_log_probs",
 ]

@@ -1,11 +1,14 @@
 """Log-probabilities of completions under a causal language model."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from companion.lm.tokenizer import encode
 
 
 def token_log_probs(
@@ -23,17 +26,22 @@ def token_log_probs(
 
     Args:
         input_ids: prompt and completion, padded left or right.
-        attention_mask: 1 on real tokens.
-        completion_mask: 1 on the completion's tokens, the final EOS included.
+        attention_mask: not 0 on real tokens.
+        completion_mask: not 0 on the completion's tokens, the final EOS included.
         temperature: the logits are divided by it before the softmax.
 
     Returns:
         Log-probs in nats and the model's dtype.
 
     Raises:
-        ValueError: shapes that differ, a completion token under the attention mask or without a
-            prompt token before it, a temperature ≤ 0.
+        ValueError: ids that are no (batch, time) or are empty, shapes that differ, a completion
+            token under the attention mask or without a prompt token before it, a temperature that
+            is not finite and above 0.
     """
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(
+            f"input_ids must be (batch, time) and not empty, got shape {tuple(input_ids.shape)}"
+        )
     masks = {"attention_mask": attention_mask, "completion_mask": completion_mask}
     for name, mask in masks.items():
         if mask.shape != input_ids.shape:
@@ -41,9 +49,9 @@ def token_log_probs(
                 f"{name} must have the shape of input_ids: "
                 f"{tuple(input_ids.shape)}, got {tuple(mask.shape)}"
             )
-    scored = completion_mask.bool()
-    orphans = scored & ~attention_mask.bool()
-    orphans[:, 1:] |= scored[:, 1:] & ~attention_mask[:, :-1].bool()
+    scored, real = completion_mask.bool(), attention_mask.bool()
+    orphans = scored & ~real
+    orphans[:, 1:] |= scored[:, 1:] & ~real[:, :-1]
     orphans[:, :1] |= scored[:, :1]
     if orphans.any():
         row, position = orphans.nonzero()[0].tolist()
@@ -51,13 +59,13 @@ def token_log_probs(
             f"completion_mask[{row}, {position}] marks a token that is masked "
             "or has no token before it to be predicted from"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be finite and above 0, got {temperature}")
 
-    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    position_ids = (real.cumsum(-1) - 1).clamp(min=0)
     logits = model(
         input_ids=input_ids,
-        attention_mask=attention_mask,
+        attention_mask=real.long(),
         position_ids=position_ids,
         use_cache=False,
     ).logits[:, :-1] / temperature
@@ -99,17 +107,16 @@ def completion_batch(
         ``input_ids``, ``attention_mask`` and ``completion_mask``.
 
     Raises:
-        ValueError: no rows, columns of unequal length, an empty prompt, or an empty completion
-            without EOS.
+        ValueError: no rows, columns of unequal length, an empty prompt, an empty completion
+            without EOS, or a character that the tokenizer does not know.
     """
     if len(prompts) != len(completions):
         raise ValueError(f"completions has {len(completions)} rows, prompts {len(prompts)}")
     if not prompts:
         raise ValueError("prompts is empty")
+    encoded = encode(tokenizer, prompts, "prompts"), encode(tokenizer, completions, "completions")
     rows = []
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    for i, (prompt_ids, completion_ids) in enumerate(zip(*encoded, strict=True)):
         completion_ids = completion_ids + [tokenizer.eos_token_id] * eos
         for name, ids in (("prompts", prompt_ids), ("completions", completion_ids)):
             if not ids:

@@ -68,7 +68,7 @@ def checkpoint(task_name: str, size: str = "tiny") -> Path:
     `COMPANION_CACHE` or the user's cache folder; an entry there that is not whole is made anew.
 
     Raises:
-        ValueError: the task or the size is unknown.
+        ValueError: the task or the size is unknown, or the cache is no folder to write in.
     """
     if task_name not in TASKS:
         raise ValueError(f"task_name: unknown task {task_name!r}; known: {', '.join(TASKS)}")
@@ -77,17 +77,28 @@ def checkpoint(task_name: str, size: str = "tiny") -> Path:
     if size == "tiny":
         return SHIPPED / task_name
 
-    cache = Path(os.environ.get("COMPANION_CACHE") or user_cache_dir("companion", appauthor=False))
+    cache = os.environ.get("COMPANION_CACHE") or user_cache_dir("companion", appauthor=False)
+    cache = Path(cache).expanduser()
     folder = cache / f"{task_name}-{size}-{_fingerprint(task_name, size)}"
     if is_whole(folder):
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
     # made beside its place and moved there when complete: a run that is cut leaves no half
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as workshop:
-        made = Path(workshop) / "checkpoint"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        workshop = tempfile.TemporaryDirectory(dir=cache, prefix=".making-")
+    except OSError as error:
+        raise ValueError(
+            f"no model can be kept in {cache} ({error.strerror}): "
+            "let COMPANION_CACHE name a folder to write in"
+        ) from error
+    with workshop:
+        made = Path(workshop.name) / "checkpoint"
         make_checkpoint(TASKS[task_name], size, made)
-        if folder.exists() and not is_whole(folder):
-            shutil.rmtree(folder)
+        if not is_whole(folder):
+            if folder.is_symlink() or folder.is_file():
+                folder.unlink()
+            elif folder.exists():
+                shutil.rmtree(folder)
         try:
             made.rename(folder)
         except OSError:
@@ -130,7 +141,11 @@ def make_checkpoint(task: Task, size: str, folder: Path, *, progress: bool = Tru
             "test": measure(model, tokenizer, task, task.test_prompts[:500]),
             "held_out": not set(task.train_prompts) & set(task.test_prompts),
         },
-        "sha256": _hashes(folder),
+        "sha256": {
+            path.name: _hash(path)
+            for path in sorted(folder.iterdir())
+            if path.is_file() and path.name not in (CARD, "README.md")
+        },
     }
     (folder / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     return card
@@ -159,20 +174,16 @@ def measure(
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds all that its card names, unchanged."""
+    """Whether a folder holds all that its card names, unchanged; other files do not matter."""
     try:
-        card = json.loads((folder / CARD).read_text(encoding="utf-8"))
-        return card["sha256"] == _hashes(folder)
+        promised = json.loads((folder / CARD).read_text(encoding="utf-8"))["sha256"]
+        return bool(promised) and all(_hash(folder / name) == promised[name] for name in promised)
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-        if path.name not in (CARD, "README.md")
-    }
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _fingerprint(task_name: str, size: str) -> str:

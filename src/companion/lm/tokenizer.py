@@ -1,12 +1,14 @@
 """The tokenizer: one token per character, and the list of characters it knows.
 
 A character outside the list would become `<unk>`, and two answers that differ only in such
-characters would become the same answer. So the list is wide, and `generate` refuses the rest.
+characters would become the same answer. So the list is wide, and `encode` refuses the rest.
 """
+
+from collections.abc import Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 
@@ -47,3 +49,26 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], name: str) -> list[list[int]]:
+    """Token ids of each text, no token added around it.
+
+    Args:
+        name: what the caller's argument is called, for the errors.
+
+    Raises:
+        ValueError: one string in place of a list, or a character that the tokenizer does not know.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"{name}: a list of strings is needed, not one string")
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False)
+    for i, ids in enumerate(encoded["input_ids"]):
+        if tokenizer.unk_token_id in ids:
+            # not at the same place in the text: a special token is several characters long
+            span = encoded.token_to_chars(i, ids.index(tokenizer.unk_token_id))
+            unknown = texts[i][span.start : span.end]
+            raise ValueError(f"{name}[{i}]: unknown character {unknown!r} in {texts[i]!r}")
+    return encoded["input_ids"]

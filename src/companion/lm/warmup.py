@@ -11,6 +11,8 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from companion.lm.log_probs import completion_batch
+
 IGNORED = -100  # the label that cross_entropy leaves out
 
 
@@ -32,6 +34,10 @@ def warm_up(
     Args:
         demonstrations: columns `prompt` and `completion`, at least `batch_size` rows; rows that
             do not fill a last batch are left out.
+
+    Raises:
+        ValueError: too few rows, or one that `completion_batch` refuses; it calls the columns
+            `prompts` and `completions`.
     """
     steps = len(demonstrations) // batch_size
     if steps == 0:
@@ -65,15 +71,6 @@ def warm_up(
 
 def _tensors(tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> tuple[torch.Tensor, ...]:
     """Token ids and labels of all rows, (N, T), padded on the right."""
-    prompts = tokenizer(rows["prompt"][:])["input_ids"]
-    completions = tokenizer(rows["completion"][:])["input_ids"]
-    length = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True)) + 1
-    input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), length), IGNORED)
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        completion = torch.tensor(completion + [tokenizer.eos_token_id])
-        end = len(prompt) + len(completion)
-        input_ids[i, : len(prompt)] = torch.tensor(prompt)
-        input_ids[i, len(prompt) : end] = completion
-        labels[i, len(prompt) : end] = completion
-    return input_ids, labels
+    batch = completion_batch(tokenizer, rows["prompt"][:], rows["completion"][:])
+    labels = batch["input_ids"].where(batch["completion_mask"].bool(), IGNORED)
+    return batch["input_ids"], labels

@@ -43,11 +43,7 @@ def check_finite(**tensors: Tensor) -> None:
         ValueError: names the argument, the index of its first NaN or infinity, and the value.
     """
     for name, tensor in tensors.items():
-        bad = ~torch.isfinite(tensor.detach())
-        if bad.any():
-            index = tuple(bad.nonzero()[0].tolist())
-            where = ", ".join(map(str, index))
-            raise ValueError(f"{name}[{where}] is {tensor[index].item()}: must be finite")
+        _refuse(~torch.isfinite(tensor.detach()), name, tensor, "must be finite")
 
 
 def check_positive(**numbers: float) -> None:
@@ -62,6 +58,33 @@ def check_positive(**numbers: float) -> None:
             raise TypeError(f"{name} must be a number, got {type(number).__name__}")
         if not 0 < number <= sys.float_info.max:
             raise ValueError(f"{name} must be a finite number above 0, got {number}")
+
+
+def check_counts(like: Tensor, **counts: Tensor) -> None:
+    """Require tensors of the shape and device of ``like``, with finite values of at least 1.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: names the argument, and the index of its first value below 1.
+    """
+    for name, tensor in counts.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.shape != like.shape or tensor.device != like.device:
+            raise ValueError(
+                f"{name} must have the shape and device of the log-probs: "
+                f"{tuple(like.shape)} on {like.device}, "
+                f"got {tuple(tensor.shape)} on {tensor.device}"
+            )
+        good = (tensor >= 1) & torch.isfinite(tensor)  # NaN compares false
+        _refuse(~good, name, tensor, "must be at least 1")
+
+
+def _refuse(bad: Tensor, name: str, tensor: Tensor, must: str) -> None:
+    if bad.any():
+        index = tuple(bad.nonzero()[0].tolist())
+        where = f"[{', '.join(map(str, index))}]" if index else ""
+        raise ValueError(f"{name}{where} is {tensor[index].item()}: {must}")
 
 
 def _plain(value: object) -> object:

@@ -2,18 +2,16 @@
 
 import copy
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from companion.oracle.result import OracleResult
-
-TokenIds = Sequence[Sequence[int]]
+from companion.oracle.result import ARGUMENTS, OracleResult, ask
+from companion.oracle.rows import TokenIds, check_rows
 
 
 def preference_batch(
@@ -30,15 +28,10 @@ def preference_batch(
         rows first, then the rejected ones.
 
     Raises:
-        ValueError: different numbers of rows, or an empty prompt or completion.
+        ValueError: no row, different numbers of rows, an empty prompt or completion, or a row
+            that is not made of token ids.
     """
-    columns = {"prompts": prompts, "chosen": chosen, "rejected": rejected}
-    for name, rows in columns.items():
-        if len(rows) != len(prompts):
-            raise ValueError(f"{name} must have {len(prompts)} rows like prompts, got {len(rows)}")
-        for i, row in enumerate(rows):
-            if len(row) == 0:
-                raise ValueError(f"{name}[{i}] is empty")
+    check_rows(prompts=prompts, chosen=chosen, rejected=rejected)
     examples = [
         {"prompt_ids": list(x), "chosen_ids": list(y_w), "rejected_ids": list(y_l)}
         for x, y_w, y_l in zip(prompts, chosen, rejected, strict=True)
@@ -63,7 +56,8 @@ def trl_dpo(
         ref_model: π_ref, another object.
         batch: from `preference_batch`.
         tokenizer: only to construct the trainer; the batch is tokenized already.
-        config: keywords of ``trl.DPOConfig``: ``loss_type``, ``beta``, ``label_smoothing``, ...
+        config: keywords of ``trl.DPOConfig``: ``loss_type``, ``beta``, ``label_smoothing``, ...;
+            not ``output_dir`` and those in `ARGUMENTS`, which are fixed.
 
     Source: TRL 1.12.0 ``DPOTrainer.compute_loss`` (trl/trainer/dpo_trainer.py:1755).
     """
@@ -72,25 +66,8 @@ def trl_dpo(
         trainer = DPOTrainer(
             model=copy.deepcopy(model),
             ref_model=copy.deepcopy(ref_model),
-            args=DPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                gradient_checkpointing=False,
-                report_to="none",
-                disable_tqdm=True,
-                **config,
-            ),
+            args=DPOConfig(output_dir=folder, **ARGUMENTS, **config),
             processing_class=tokenizer,
             train_dataset=placeholder,
         )
-        trainer.remove_callback(PrinterCallback)
-        policy = trainer.model.train()
-        loss = trainer.compute_loss(policy, batch)
-        loss.backward()
-        trainer.log({})
-    gradients = {
-        name: parameter.grad for name, parameter in policy.named_parameters()
-        if parameter.grad is not None
-    }
-    return OracleResult(loss.detach(), gradients, trainer.state.log_history[-1])
+        return ask(trainer, batch)

@@ -24,7 +24,7 @@ class Preset:
         batch_size: examples a step, over all processes together.
         steps: optimiser steps.
         learning_rate: at the first step; it falls linearly to 0.
-        beta: the coefficient of the KL regularisation with which the method learns here.
+        beta: the coefficient of the KL regularisation with which the method learns here, if any.
         device: "cpu" or "cuda".
         bf16: whether matrix products are taken in bfloat16.
     """
@@ -44,18 +44,19 @@ class Preset:
         """Keyword arguments for the TRL config of this run; `overrides` replace or add any.
 
         Raises:
-            ValueError: the global batch does not divide among the processes.
+            ValueError: WORLD_SIZE is no number of processes that can share the batch.
         """
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.batch_size % processes:
+        processes = os.environ.get("WORLD_SIZE") or "1"
+        known = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+        if processes not in map(str, known):
             raise ValueError(
                 f"WORLD_SIZE: {processes} processes cannot share a batch of {self.batch_size}; "
-                f"use one of {[n for n in range(1, 65) if self.batch_size % n == 0]}"
+                f"use one of {known}"
             )
         arguments = dict(
             output_dir=str(Path(_temporary_folder().name, self.method)),
             max_steps=self.steps,
-            per_device_train_batch_size=self.batch_size // processes,
+            per_device_train_batch_size=self.batch_size // int(processes),
             learning_rate=self.learning_rate,
             seed=seed,
             use_cpu=self.device == "cpu",
@@ -93,6 +94,71 @@ PRESETS = {
         steps=200,
         learning_rate=1e-4,
         beta=1.0,
+    ),
+    # no KL term: its β is 0. Puts .88 of held-out pairs in their true order; 12,800 pairs and 100
+    # steps of 128 take twice the time for .93
+    ("reward_model", "cpu"): Preset(
+        method="reward_model",
+        name="cpu",
+        size="tiny",
+        examples=5120,
+        batch_size=64,
+        steps=80,
+        learning_rate=2e-3,
+        beta=0.0,
+    ),
+    # never run on a GPU so far
+    ("reward_model", "gpu"): Preset(
+        method="reward_model",
+        name="gpu",
+        size="small",
+        examples=25_600,
+        batch_size=256,
+        steps=100,
+        learning_rate=2e-4,
+        beta=0.0,
+    ),
+    ("ipo", "cpu"): Preset(
+        method="ipo",
+        name="cpu",
+        size="tiny",
+        examples=2560,
+        batch_size=64,
+        steps=80,
+        learning_rate=8e-4,
+        beta=1.0,
+    ),
+    # never run on a GPU so far
+    ("ipo", "gpu"): Preset(
+        method="ipo",
+        name="gpu",
+        size="small",
+        examples=12_800,
+        batch_size=256,
+        steps=200,
+        learning_rate=1e-4,
+        beta=1.0,
+    ),
+    ("kto", "cpu"): Preset(
+        method="kto",
+        name="cpu",
+        size="tiny",
+        examples=3072,
+        batch_size=64,
+        steps=48,
+        learning_rate=1e-3,
+        beta=0.5,
+    ),
+    # never run on a GPU so far
+    ("kto", "gpu"): Preset(
+        method="kto",
+        name="gpu",
+        size="small",
+        examples=12_800,
+        batch_size=256,
+        steps=100,
+        learning_rate=2e-4,
+        beta=0.5,
     ),
 }
 

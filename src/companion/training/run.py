@@ -34,6 +34,7 @@ def train(trainer: Trainer) -> pd.DataFrame:
         before; run times are left out.
 
     Raises:
+        ValueError: the trainer's arguments would log no step. Nothing is trained then.
         FloatingPointError: the loss or the gradient norm became NaN or infinite. The run stops
             at the step that logs it.
     """
@@ -51,12 +52,20 @@ def train(trainer: Trainer) -> pd.DataFrame:
 
 
 class _Watch(TrainerCallback):
-    """Moves the bar, and stops a run whose figures are no numbers."""
+    """Moves the bar, and stops a run that has no figures or whose figures are no numbers."""
 
     def __init__(self):
         self.bar = None
 
     def on_train_begin(self, args, state, control, **kwargs):
+        # only now are epochs and shares of a run counted in steps
+        in_time = args.logging_strategy == "steps" and state.logging_steps <= state.max_steps
+        if not (in_time or args.logging_first_step or args.logging_strategy == "epoch"):
+            raise ValueError(
+                f"logging_steps: no row of the history would be logged in {state.max_steps} steps "
+                f"with logging_steps={args.logging_steps}, "
+                f"logging_strategy={args.logging_strategy.value!r} and no logging_first_step"
+            )
         self.bar = tqdm(
             total=state.max_steps, desc="train", disable=not state.is_world_process_zero
         )
