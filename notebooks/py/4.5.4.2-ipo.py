@@ -172,7 +172,7 @@ check("DPO は伸びつづけ、IPO は 1/(2β) = 5 を超えない",
 # %% [markdown]
 # $\beta$ を変えても、DPO の発散は止まりません。 $P=1$ なら、どんな $\beta$ でも無限大です。
 #
-# IPO では、対数確率比の差は決して $1/\beta$ を超えません。 $p(y\succ\mu)$ は 0 から 1 の間にあるからです。
+# $\mu$ から独立に相手を引く IPO の最大点 $\pi^*$ では、対数確率比の差は決して $1/\beta$ を超えません。 $p(y\succ\mu)$ は 0 から 1 の間にあるからです（ステップ 5 のように対の引き方を変えると、この上限は成り立ちません）。
 
 # %%
 h_star = star_logps - ref_logps
@@ -233,8 +233,8 @@ excess = label_loss(logps_200, W) - label_loss(star_logps, W)
 claim("ラベルの損失の超過分 = 方程式の損失", excess, others)
 
 # %% [markdown]
-# 独立に引くことは、本当に必要です。対の引き方を、独立でない $W(y,y')$ に変えてみます。順番には意味がないので $W(y,y')=W(y',y)$ です。
-# 乱数で 5 通り作ると、 $\pi^*$ より損失の小さい方策が見つかります（ $\pi^*$ から、損失の勾配の逆向きに少し動いた方策です）。
+# 独立に引かないと、一般には $\pi^*$ は最小点になりません。対の引き方を、独立でない $W(y,y')$ に変えてみます。順番には意味がないので $W(y,y')=W(y',y)$ です。
+# $\mu$ には、 $W$ から出てくる回答の分布（周辺分布） $\mu(y)=\sum_{y'}W(y,y')$ を使います。乱数で 5 通り作ると、その $\mu$ についての $\pi^*$ よりも損失の小さい方策が見つかります（ $\pi^*$ から、損失の勾配の逆向きに少し動いた方策です）。
 
 # %%
 W_5 = torch.rand(5, 2, 15, 15, generator=g, dtype=torch.float64)
@@ -242,16 +242,16 @@ W_5 = (W_5 + W_5.mT) / 2
 W_5 = W_5 / W_5.sum((-2, -1), keepdim=True)
 
 # %%
-theta = world.logits_of(star_logps).expand(5, -1, -1, -1).clone()
-theta.requires_grad_()
+own_wins = (P * W_5.sum(-1)[..., None, :]).sum(-1)  # μ は W の周辺分布
+theta = world.logits_of(tilt(ref_logps, own_wins / beta)).requires_grad_()
 loss = label_loss(world.log_probs(theta), W_5)
 (gradient,) = torch.autograd.grad(loss.sum(), theta)
 lower = label_loss(world.log_probs(theta.detach() - 0.1 * gradient), W_5)
 check("独立でなければ、π* は最小点ではない", (lower < loss).all(),
-      f"損失は {(loss - lower).min():.3f} 以上減る")
+      f"損失は {(loss - lower).min():.4f} 以上減る")
 
 # %% [markdown]
-# 最後に、 $(y,y',I)$ と、入れ替えた $(y',y,1-I)$ を平均します。好まれたほうを $y_w$、好まれなかったほうを $y_\ell$ と書くと、これが IPO の損失です（論文の式 17）。
+# 最後に、 $(y,y',I)$ と、入れ替えた $(y',y,1-I)$ を平均します。好まれたほうから見た差を $\Delta=h(y_w)-h(y_\ell)$ とすると、 $\frac12\bigl[(\Delta-\frac1\beta)^2+\Delta^2\bigr]=(\Delta-\frac1{2\beta})^2+\frac1{4\beta^2}$ です。好まれたほうを $y_w$、好まれなかったほうを $y_\ell$ と書くと、これが IPO の損失です（論文の式 17）。
 #
 # $$
 # \mathcal{L}_{\mathrm{IPO}}(\theta)=\mathbb{E}_{(x,y_w,y_\ell)}\left[\left(\log\frac{\pi_\theta(y_w\mid x)}{\pi_{\mathrm{ref}}(y_w\mid x)}-\log\frac{\pi_\theta(y_\ell\mid x)}{\pi_{\mathrm{ref}}(y_\ell\mid x)}-\frac{1}{2\beta}\right)^2\right]
@@ -276,7 +276,7 @@ for name, some_W in (("独立", W), ("5 通りの W", W_5[:, None])):
 # %% [markdown]
 # ### ステップ 5：最小点はどこか
 #
-# 今度は、対の引き方を、対称な $W(y,y')$ 一般にします。損失を $h$ で微分して 0 とおくと、どの回答 $y$ についても
+# 今度は、対の引き方を、対称な $W(y,y')$ 一般にします。損失は $h$ の差だけで決まるので、確率の和が 1 という条件は忘れて $h$ で微分し、0 とおくと、どの回答 $y$ についても
 #
 # $$
 # \sum_{y'}W(y,y')\left[h(y)-h(y')-\frac{2P(y\succ y')-1}{2\beta}\right]=0
@@ -298,7 +298,7 @@ claim("独立に引くなら [p(y≻μ) − p(y'≻μ)]/β",
       differences_of(h), differences_of(wins) / beta)
 
 # %% [markdown]
-# **主張** 表形式の方策（どんな $h$ も表せる方策）なら、損失の超過分は、対数確率比の差の食い違いの 2 乗を、対の確率で平均したものです。
+# **主張** 表形式の方策（ $h$ の差を自由に決められる方策）なら、損失の超過分は、対数確率比の差の食い違いの 2 乗を、対の確率で平均したものです。
 #
 # $$
 # \mathcal{L}(\pi)-\mathcal{L}(\pi^*)=\sum_{y,y'}W(y,y')\bigl[(h(y)-h(y'))-(h^*(y)-h^*(y'))\bigr]^2
@@ -356,7 +356,7 @@ for p in (1.0, 0.8):
 for K in (3, 6):
     h = least_squares(uniform_pairs(K), total_order(K), 0.1)
     claim(f"{K} つの隣どうし: 1/(Kβ)", h[:-1] - h[1:],
-          torch.tensor(1 / (K * 0.1)).expand(K - 1), tol=1e-6)
+          1 / (K * 0.1))
     claim(f"{K} つの両端: (K−1)/(Kβ)", h[0] - h[-1], (K - 1) / (K * 0.1))
 
 # %%
@@ -370,9 +370,9 @@ claim("対が (1,2) と (2,3) だけ", [h[0] - h[1], h[1] - h[2], h[0] - h[2]],
 #
 # ### ステップ 6：IPO の答えは、対の引き方で変わる
 #
-# 上の 2 つの例では、選好はまったく同じなのに、対の引き方を変えただけで、両端の差が 6.667 から 10 に変わりました。
+# 上の、回答が 3 つの 2 つの例では、選好はまったく同じなのに、対の引き方を変えただけで、両端の差が 6.667 から 10 に変わりました。
 # $p(y\succ\mu)$ は「どんな相手と比べたか」に左右されるのですから、当然とも言えます。
-# 一方、DPO の最小点は、ラベルが Bradley–Terry モデルに従うなら、対の引き方によりません（4.5.1 節のステップ 4）。同じ 5 通りの $W$ で、両方を並べます。
+# 一方、DPO の最小点は、ラベルが Bradley–Terry モデルに従い、すべての回答が対でつながっているなら、対の引き方によりません（4.5.1 節のステップ 4）。同じ 5 通りの $W$ で、両方を並べます。
 
 # %%
 from torch.nn.functional import logsigmoid
@@ -383,9 +383,9 @@ def dpo_population_loss(logps, W):
     return -(2 * W * P_bt * logsigmoid(margins)).sum((-2, -1))
 
 
-theta = world.logits_of(tilt(ref_logps, rewards / beta)).requires_grad_()
-logps = world.log_probs(theta).expand(5, -1, -1)
-loss = dpo_population_loss(logps, W_5).sum()
+theta = world.logits_of(tilt(ref_logps, rewards / beta))
+theta = theta.expand(5, -1, -1, -1).clone().requires_grad_()
+loss = dpo_population_loss(world.log_probs(theta), W_5).sum()
 (gradient,) = torch.autograd.grad(loss, theta)
 claim("DPO: どの W でも、同じ π* で ∇L = 0",
       gradient, torch.zeros(()), tol=1e-12)
@@ -407,7 +407,7 @@ check("IPO: 最小点は W ごとに違う", moved.min() > 0.05,
 # $$
 #
 # 重み $2(\frac{1}{2\beta}-\Delta)$ は、学習の始まり（ $\Delta=0$ ）で $\frac1\beta$、 $\Delta=\frac{1}{2\beta}$ で 0、そこを過ぎると **負** になり、差を縮めるほうへ引き戻します。
-# DPO の重み $\beta\,\sigma(-\beta\Delta)$ は、始まりで $\frac\beta2$、いくら $\Delta$ が大きくなっても正のままです。 $\beta$ を小さくすると、DPO の重みは小さくなり、IPO の重みは大きくなることにも注意しましょう。
+# DPO の重み $\beta\,\sigma(-\beta\Delta)$ は、始まりで $\frac\beta2$、いくら $\Delta$ が大きくなっても正のままです。 学習の始まりでは、 $\beta$ を小さくすると、DPO の重みは小さくなり、IPO の重みは大きくなることにも注意しましょう。次の図は、左右で縦軸の目盛りが違います。
 
 # %%
 from companion.losses import dpo_loss, ipo_loss
@@ -448,7 +448,7 @@ drawn
 # \left(\frac{h(y_w)}{\lvert y_w\rvert}-\frac{h(y_\ell)}{\lvert y_\ell\rvert}-\frac{1}{2\beta}\right)^2
 # $$
 #
-# $h(y)/\lvert y\rvert$ が、ステップ 5 の $h(y)$ の役をします。だから、2 つの回答がどちらも $L$ トークンなら、差は $L$ 倍の $\frac{L}{2\beta}$ （決定的な選好の場合）になります。
+# $h(y)/\lvert y\rvert$ が、ステップ 5 の $h(y)$ の役をします。だから、回答が 2 つだけで、どちらも $L$ トークンなら、差は $L$ 倍の $\frac{L}{2\beta}$ （決定的な選好の場合）になります。
 #
 # **主張** 長さがまちまちなら、最小点は
 #
@@ -487,7 +487,7 @@ apart = kl(per_token_logps, star_logps).min()
 check("和の形の π* とは別の方策", apart > 0.1, f"KL ≥ {apart:.2f}")
 
 # %% [markdown]
-# 長さを無視すれば、勝率の高い回答が高い確率をもらいます。平均の形では、同じ勝率でも長い回答ほど大きく動きます。どちらがよいかは式からは決まりません。以下では、どちらの形なのかを、そのつど書きます。
+# 和の形では、対数確率比 $h$ の大小は勝率だけで決まります。平均の形では、同じ勝率でも、長い回答ほど $\lvert h\rvert$ が大きくなります（ $c+\frac{p(y\succ\mu)}{\beta}$ が 0 のときを除きます）。どちらがよいかは式からは決まりません。以下では、どちらの形なのかを、そのつど書きます。
 #
 # 長さがそろった対では、 $\frac{L}{2\beta}$ になることを、勾配が 0 になることで確かめます。
 
@@ -717,6 +717,7 @@ preference_dataset = Dataset.from_list([{
 from trl import DPOConfig, DPOTrainer
 
 from companion.lm import checkpoint
+from companion.training import train
 
 trainer = DPOTrainer(
     model=str(checkpoint("prime-sums")),
@@ -731,11 +732,9 @@ trainer = DPOTrainer(
     ),
     train_dataset=preference_dataset,
 )
+snippet = train(trainer)
 
 # %%
-from companion.training import train
-
-snippet = train(trainer)
 claim("最初の損失は 1/(4β²)", snippet["loss"].iloc[0], 25.0, tol=1e-4)
 snippet[["step", "loss", "grad_norm", "rewards/margins"]]
 
@@ -977,7 +976,7 @@ summary = pd.DataFrame({
     f"β = {ipo_preset.beta:g}": after | history[logged].iloc[-1].to_dict(),
     "β = 0.1": low | low_history[logged].iloc[-1].to_dict(),
 })
-summary.T.round(3)
+summary.T.map("{:.3f}".format)
 
 # %%
 for key, title in titles.items():
@@ -998,17 +997,17 @@ check("勾配のノルムは、記録した回すべてで 1 を超える",
 
 # %% [markdown]
 # $\beta=0.1$ では、参照方策からずっと遠くへ行き、好まれた回答の対数確率まで下がり、正解率はどちらの測り方でも $\beta=1$ より低くなりました（1 回ずつの結果です）。
-# 「IPO の差は有限の値で止まる」といっても、その値は $\frac1\beta$ に比例し、回答の長さにも比例します。この小さなモデルと課題には、 $\beta=0.1$ の目標は遠すぎるのです。
+# 「IPO の差は有限の値で止まる」といっても、その値は $\frac1\beta$ に比例し、回答の長さにも比例します。この小さなモデルと課題には、 $\beta=0.1$ の目標は遠すぎたようです。
 
 # %% [markdown]
 # ## 実験
 #
 # ここからは、もう一度「全部を数え上げられる世界」に戻ります。方策は表形式、損失は、パッケージの `dpo_loss` と、 `ipo_loss` の **和の形** です（回答の長さがすべて 1 なら、トークン平均の形と同じです）。
-# 8 つの乱数の種（シード）で対を引き直し、まとめて学習します。図の線は 8 シードの中央値、帯は最小値から最大値までです。
+# 対を 8 通りに引き直し（8 シードと呼びます）、まとめて学習します。図の線は 8 シードの中央値、帯は最小値から最大値までです。
 #
 # ### 実験 1：いつでも勝つ回答があると、DPO は止まらず、IPO は止まる
 #
-# K 個の回答から、異なる 2 つを一様に引き、番号の小さいほうが必ず好まれるとします。参照方策は一様分布です。
+# K 個の回答から、異なる 2 つを一様に引き、番号の小さいほうが必ず好まれるとします。参照方策は一様分布、 $\beta=0.1$、対は 1 シードあたり 500 です。K は 2、3、6 とし、比べるために、回答が 2 つで勝率が 0.8 の場合も加えます。
 # 勾配法で学習し、1 番と K 番の対数確率比の差 $h(y_1)-h(y_K)$ を追います。勾配の大きさが DPO では $\beta$ に、IPO では $\frac1\beta$ に比例するので、学習率は別々に選びます（DPO は $2/\beta^2$、IPO は 0.2）。ですから、速さではなく、行き先を比べてください。
 
 # %%
@@ -1123,7 +1122,7 @@ claim("6 つの回答、8 シード: 学習の行き先 = 最小二乗",
       trace[-1] - trace[-1].mean(-1, keepdim=True), h, tol=1e-6)
 
 # %% [markdown]
-# 勝率が 0.8 なら、DPO も止まります。止まる場所は $\frac1\beta\log\frac{0.8}{0.2}\approx13.9$ で、IPO の 3 より遠くです。止まらないのは、いつも一方が勝つデータのときです。データが少なければ、真の勝率が 1 でなくても、データの中ではいつも一方が勝っている、ということがよく起こります。
+# 勝率が 0.8 なら、DPO も止まります。止まる場所は $\frac1\beta\log\frac{0.8}{0.2}\approx13.9$ で、IPO の 3 より遠くです。回答が 2 つのとき、止まらないのは、いつも一方が勝つデータです。データが少なければ、真の勝率が 1 でなくても、データの中ではいつも一方が勝っている、ということがよく起こります。
 
 # %%
 noisy = ends["2 つの回答、勝率 0.8", "DPO"]
@@ -1135,7 +1134,7 @@ check("DPO、勝率 0.8: log(p/(1−p))/β の近くで止まる",
 # %% [markdown]
 # ### 実験 2：対の引き方を変えると、IPO の答えは動き、DPO の答えは動かない
 #
-# 3 つの回答に、真の報酬 $r=(2,0,-2)$ を与え、ラベルを Bradley–Terry モデルで付けます（ $\beta=0.5$ ）。対の引き方だけを 3 通りに変えます。
+# 3 つの回答に、真の報酬 $r=(2,0,-2)$ を与え、ラベルを Bradley–Terry モデルで付けます（ $\beta=0.5$、1 シードあたり 3,000 対）。対の引き方だけを 3 通りに変えます。
 
 # %%
 three_rewards = torch.tensor([2.0, 0.0, -2.0], dtype=torch.float64)
@@ -1205,7 +1204,7 @@ check("IPO: 8 シードすべてで、隣だけ > 一様 > 両端を 8 倍",
 #
 # ### 実験 3：3 本腕バンディット
 #
-# 論文にも、3 つの回答 a, b, c だけの小さな実験（3 本腕バンディット）があります。ここでも、3 通りの決定的な選好で、確率の動きを見ましょう（データの作り方と学習の設定は、このノートブックのものです）。
+# 論文にも、3 つの回答 a, b, c だけの小さな実験（3 本腕バンディット）があります。ここでも、3 通りの決定的な選好で、確率の動きを見ましょう（データの作り方と学習の設定は、このノートブックのものです。 $\beta=0.1$、1 シードあたり 300 対）。
 #
 # - **全順序**：a ≻ b、b ≻ c、a ≻ c
 # - **循環**：a ≻ b、b ≻ c、c ≻ a
@@ -1264,8 +1263,8 @@ check("c が出てこない: c の確率は 1/3 より減る",
       "、".join(f"{k} {x.max():.0e}" for k, x in unseen.items()))
 
 # %% [markdown]
-# $\beta=0.1$ では、IPO も a をはっきり選びますが、b の確率を 0 にはしません。全順序なら $\pi(b)/\pi(a)$ はほぼ $e^{-3.33}$、 a ≻ b だけなら $e^{-5}$ です。循環では、真の勝率はどの回答も 1/2 なので、参照方策のままでいるのが正解です。300 対の中の偶然の偏りに、DPO は IPO より大きく振り回されます（この $\beta$ での結果です。 $\beta$ を変えれば、振れ幅も変わります）。
-# 3 つ目のデータで c の確率が減るのは、c について何かを学んだからではありません。a が増えた分、和が 1 になるように減っただけです。
+# $\beta=0.1$ では、IPO も a をはっきり選びますが、b の確率を 0 にはしません。全順序なら $\pi(b)/\pi(a)$ はほぼ $e^{-3.33}$、 a ≻ b だけなら $e^{-5}$ です。循環では、真の勝率はどの回答も 1/2 なので、参照方策のままでいるのが正解です。300 対の中の偶然の偏りに、DPO は IPO より大きく振り回されます（この $\beta$ での結果です。 $\beta$ を変えれば、振れ幅も変わります）。どの対でもいつも一方が勝つのに DPO が止まるのは、勝ち負けが一周していて、どの回答の確率を上げつづけても、どこかの対で損をするからです。
+# 3 つ目のデータで c の確率が減るのは、c について何かを学んだからではありません。損失に現れるのは $h(a)-h(b)$ だけで、c の確率は損失からは決まりません（ステップ 5 の「つながっていない」場合です）。c のロジットは出発点のままで、和が 1 になるように確率が減っただけです。
 #
 # ### 実験 4：IPO の最適点は、報酬と KL の境界線のどこにあるか
 #
@@ -1292,15 +1291,15 @@ def ipo_star(rewards, b):
 
 
 # %%
-def fit(loss, b, data):
+def fit(loss, b, data, steps=100):
     """参照方策から出発し、対のデータを Adam で学習した log π。"""
     start = ref_logits_8[:1].expand(8, -1, -1, -1)
     ref = ref_one.expand(8, -1, -1)
     theta = start.clone().requires_grad_()
     ref_pairs = [ref.gather(-1, y).flatten() for y in data]
     optimizer = torch.optim.Adam([theta], lr=0.1)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    for _ in range(100):
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
         logps = world.log_probs(theta)
         now = [logps.gather(-1, y).flatten() for y in data]
         optimizer.zero_grad()
@@ -1373,9 +1372,16 @@ check("報酬の差が大きいほど、不足も大きい",
       short[10] > 1.3 * short[3] and short[3] > 2 * short[1],
       " < ".join(f"{x:.4f}" for x in short.values()))
 
+# %%
+longer_kl, _ = kl_and_reward(fit(dpo_loss, 0.5, data, 600), rewards_one)
+change = longer_kl - trained["DPO", 0.5][0]
+check("DPO、β = 0.5: 100 回では、まだ動いているデータがある",
+      change.max() > 0.3,
+      f"600 回まで続けると、KL は最大 {change.max():.2f} 増える")
+
 # %% [markdown]
 # 1 倍の世界では、IPO の最適点（点線）は、図では境界線と見分けがつきません。報酬の差が大きい世界ほど、境界線から離れます。勝率が 1 に近づいて、頭打ちになるからです。報酬が 100 の回答も 10 の回答も、報酬が 0 の相手にはほぼ必ず勝つので、IPO から見れば、たいした違いはありません。
-# 学習した点が線の下に散らばるのは、対の数が有限だからです。
+# 学習した点が線の下に散らばるのは、対の数が有限だからです。DPO の点は、100 回の更新で止めた途中の姿でもあります。 $\beta=0.5$ では、続けると KL がさらに増えるデータがあります。
 #
 # ### 実験 5：同じことを、TRL と言語モデルで
 #
@@ -1460,7 +1466,7 @@ check("DPO: 後半も伸びつづけ、IPO の 1.5 倍を超える",
       f"{dpo_ends[half]:.1f} → {dpo_ends[-1]:.1f}")
 
 # %% [markdown]
-# DPO の差は伸びつづけ、IPO の差は 16.667 で止まりました（1 回ずつの結果です）。論文の和の形から計算した 8.333 の、ちょうど 2 倍のところです。論文の式のつもりで TRL の `beta` を決めるときは、回答のトークン数も考えに入れてください。
+# DPO の差は伸びつづけ、IPO の差は 16.667 の近くで止まりました（1 回ずつの結果です）。論文の和の形から計算した 8.333 ではなく、その 2 倍のところです。論文の式のつもりで TRL の `beta` を決めるときは、回答のトークン数も考えに入れてください。
 
 # %% [markdown]
 # ## 演習
@@ -1468,7 +1474,7 @@ check("DPO: 後半も伸びつづけ、IPO の 1.5 倍を超える",
 # 1. **実装と採点** 演習ノートブック [exercises/4.5.4.2-ipo.ipynb](exercises/4.5.4.2-ipo.ipynb) で、IPO の損失を 2 つの形で実装し、仕込まれたバグを「成り立つはずの恒等式」で見つけ、数を予想してから測ってください。
 # 2. **対を増やす** 実験 2 で、両端の対を 8 倍から 100 倍に増やすと、IPO の両端の差はいくつに近づくでしょうか。ステップ 5 の式から予想し、 `least_squares` で確かめてください。
 # 3. **長さ** ステップ 8 で、勝率がすべて等しいとき（ $p(y\succ\mu)=\frac12$ ）、トークン平均の形の最小点はどんな方策でしょうか。 $c$ の式から考えてください。
-# 4. **混ぜる** 実験 1 の「いつでも 1 番が勝つ」データに、1 対だけ逆のラベルを混ぜると、DPO の行き先はどうなるでしょうか。1,000 対のうちの 1 対なら、止まる場所はいくつでしょうか。
+# 4. **混ぜる** 実験 1 の、回答が 2 つで「いつでも 1 番が勝つ」データに、1 対だけ逆のラベルを混ぜると、DPO の行き先はどうなるでしょうか。1,000 対のうちの 1 対なら、止まる場所はいくつでしょうか。
 # 5. **学習の β** 学習の節で、 $\beta$ を 0.5 に変えると、正解率と KL はどう変わるでしょうか。乱数の種（ `ipo_preset.arguments(seed=…)` ）も変えて、1 回の結果をどこまで信じてよいか考えましょう。
 
 # %% [markdown]

@@ -260,7 +260,7 @@ for dtype in (torch.float32, torch.float64):
 # %% [markdown]
 # ## 問 2　恒等式で誤りを見つける（4 点）
 #
-# 次は、ある人が書いた報酬モデルの損失です。点数が大きくなりすぎないように、という工夫がしてあります。学習を始めると、損失は $\log 2$ から出発し、少しずつ下がります。（大きな値での安定性は、ここでは問いません。）
+# 次は、ある人が書いた報酬モデルの損失です。点数が大きくなりすぎないように、という工夫がしてあります。点数をすべて 0 にして学習を始めると、損失は $\log 2$ から出発し、少しずつ下がります。（大きな値での安定性は、ここでは問いません。）
 
 # %% nbgrader={"grade": false, "grade_id": "buggy_loss", "locked": true, "schema_version": 3, "solution": false, "task": false}
 def buggy_loss(rewards_chosen, rewards_rejected):

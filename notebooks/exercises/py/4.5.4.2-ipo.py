@@ -34,7 +34,7 @@
 # | $\log\pi_{\mathrm{ref}}(y_w\mid x),\ \log\pi_{\mathrm{ref}}(y_\ell\mid x)$ | 参照方策の対数確率（同じく和） | `ref_chosen_logps`, `ref_rejected_logps` | (B,) |
 # | $\lvert y_w\rvert, \lvert y_\ell\rvert$ | 回答のトークン数（EOS を含む） | `chosen_lengths`, `rejected_lengths` | (B,) |
 # | $\beta$ | KL 正則化の係数（論文では $\tau$ ） | `beta` | – |
-# | $\Delta$ | 2 つの対数確率比の差 | – | (B,) |
+# | $\Delta$ | 2 つの対数確率比の差（ $y_w$ のもの − $y_\ell$ のもの） | – | (B,) |
 
 # %% nbgrader={"grade": false, "grade_id": "setup", "locked": true, "schema_version": 3, "solution": false, "task": false}
 from companion.notebook import setup
@@ -134,7 +134,7 @@ c2 = c - 3  # Δ = 3
 value = ipo_loss(c2, r, ref_c, ref_r, beta=0.1).item()
 hints = {
     2.0: "2 乗ではなく、絶対値になっているようです。",
-    1.0: "参照方策の対数確率が引かれていないか、値が切り詰められているようです。",
+    0.0: "目標に届かない対の損失が、0 に切り詰められているようです。",
 }
 hint = hint_for(value, hints, "式と見比べてみましょう。")
 assert close(value, 4.0), f"{hint}（{value:.6f}、正しくは 4）"
@@ -192,7 +192,7 @@ hints = {
     16.0: "2 つの長さの和で割っているようです。それぞれの長さで割ります。",
     12.25: "片方の長さで、両方を割っているようです。",
     4.0: "片方の長さで、両方を割っているようです。",
-    9.61: "長さが取り違えられていないか、確かめましょう。",
+    6.25: "長さが取り違えられていないか、確かめましょう。",
 }
 hint = hint_for(value, hints, "それぞれの対数確率比を、その回答の長さで割ります。")
 assert close(value, 9.0), f"{hint}（{value:.6f}、正しくは 9）"
