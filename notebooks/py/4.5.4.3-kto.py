@@ -1210,7 +1210,7 @@ def fit_kto(theta, ref_logps, data, beta, w_plus=1.0, w_minus=1.0):
 # ### 実験 1：報酬と KL の境界線の上に、KTO はいない
 #
 # 4.5.1 節のノートブックの実験 2 では、DPO の方策は、「KL をこれだけ使うなら、報酬はこれが上限」という境界線（フロンティア）の近くに着き、 $\beta$ で境界線の上の位置を選べました。KTO ではどうでしょうか。
-# 世界を一つに決め、データだけを 8 通りに引き直します。DPO には 1,500 対、KTO には同じ数の回答、つまり 3,000 個の評価を、プロンプトごとに渡します。評価のラベルは、ステップ 4 と同じ $q=\sigma(r-V)$ です。
+# 世界を一つに決め、データだけを 8 通りに引き直します。DPO と IPO には 1,500 対、KTO には同じ数の回答、つまり 3,000 個の評価を、プロンプトごとに渡します。評価のラベルは、ステップ 4 と同じ $q=\sigma(r-V)$ です。
 
 # %%
 g = torch.Generator().manual_seed(1)
@@ -1226,17 +1226,17 @@ q_one = torch.sigmoid(rewards_one - V_one).expand(8, -1, -1)
 
 # %%
 from companion.exact import sample_preferences
-from companion.losses import dpo_loss
+from companion.losses import dpo_loss, ipo_loss
 
 y_w, y_l = sample_preferences(same_ref.exp(), rewards_one, 1_500, g)
 rated = rate(same_ref.exp(), q_one, 3_000, g)
 
 
-def fit_dpo(b):
+def fit_pairs(loss, b):
     def loss_of(logps):
         four = (table.gather(-1, y).flatten()
                 for table in (logps, same_ref) for y in (y_w, y_l))
-        return dpo_loss(*four, b)
+        return loss(*four, b)
 
     return fit(same_logits, loss_of)
 
@@ -1249,7 +1249,8 @@ def kl_and_reward(logps):
 
 BETAS = (0.2, 0.5, 1.0, 2.0)
 reached = {
-    "DPO": {b: kl_and_reward(fit_dpo(b)[-1]) for b in BETAS},
+    "DPO": {b: kl_and_reward(fit_pairs(dpo_loss, b)[-1]) for b in BETAS},
+    "IPO": {b: kl_and_reward(fit_pairs(ipo_loss, b)[-1]) for b in BETAS},
     "KTO": {b: kl_and_reward(fit_kto(same_logits, same_ref, rated, b)[-1])
             for b in BETAS},
 }
@@ -1259,7 +1260,7 @@ line_betas = torch.logspace(-1.3, 1.7, 200).double()[:, None, None]
 frontier = kl_and_reward(tilt(ref_one, rewards_one / line_betas))
 stars = {b: kl_and_reward(tilt(ref_one, rewards_one / b)) for b in BETAS}
 
-drawn, (axes,) = figure(1, 2, panel=(4.4, 3.4))
+drawn, (axes,) = figure(1, 3, panel=(3.7, 3.4))
 for ax, (name, dots) in zip(axes, reached.items(), strict=True):
     ax.plot(*frontier, color=GREY, label="境界線")
     for colour, b in zip(COLOURS, BETAS, strict=False):
@@ -1271,6 +1272,8 @@ axes[1].plot([], [], "kx", markersize=8, mew=2, label="同じ色の β の π*")
 axes[1].legend(loc="lower right")
 drawn
 
+# %% [markdown]
+# IPO（和の形）の点は、同じ $\beta$ でも DPO より参照方策の近くにありますが、境界線からはほとんど離れていません（4.5.4.2 節のノートブックで詳しく見ます）。
 
 # %%
 def below_frontier(dots):
