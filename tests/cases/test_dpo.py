@@ -98,7 +98,7 @@ def test_a_prompt_as_long_as_max_length_drops_its_row(tmp_path):
 
 
 def test_an_emptied_dataset_is_an_error(tmp_path):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="num_samples"):  # the sampler's, of 0 rows
         train(trainer(tmp_path, [row("1234+")], max_length=2))
 
 

@@ -132,7 +132,7 @@ def test_max_length_drops_whole_pairs_and_the_end_token_counts(tmp_path, tokeniz
 
 
 def test_an_emptied_dataset_is_an_error(tmp_path, tokenizer):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="num_samples"):  # the sampler's, of 0 rows
         train(trainer(tmp_path, [row("1234+")], tokenizer, max_length=4))
 
 

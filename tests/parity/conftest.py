@@ -7,7 +7,8 @@ from packaging.version import Version
 
 from companion.lm import build_tokenizer, new_model
 
-# From 1.15 on TRL computes log-probs in float32 whatever the model's dtype.
+# 1.16.0 computes log-probs in float32 whatever the model's dtype, 1.14.2 does not; 1.15.0 does
+# not run without triton.
 FP32_LOG_PROBS = Version(trl.__version__) >= Version("1.15")
 
 

@@ -33,7 +33,8 @@ def unpaired_batch(
         mismatched pairs with the prefix ``KL_``, and ``label`` (B,).
 
     Raises:
-        ValueError: different numbers of rows, fewer than two, or an empty prompt or completion.
+        ValueError: different numbers of rows, fewer than two, an empty prompt or completion, or
+            a row that is not made of token ids.
     """
     check_rows(prompts=prompts, completions=completions)
     if len(desirable) != len(prompts):
