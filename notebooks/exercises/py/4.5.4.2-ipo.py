@@ -125,23 +125,21 @@ hints = {
     121.0: "y_w と y_ℓ が入れ替わっているか、目標の符号が逆のようです。",
     -1.0: "損失の符号が逆のようです。2 乗の平均なので、負になりません。",
     0.5: "2 乗を半分にしているようです。",
+    2.0: "2 乗ではなく、絶対値になっているようです。",
+    0.0: "目標に届かない対の損失が、0 に切り詰められているようです。",
 }
 value = loss.item()
 hint = hint_for(value, hints, "式と見比べてみましょう。")
 assert close(value, 1.0), f"{hint}（{value:.6f}、正しくは 1）"
 
-c2 = c - 3  # Δ = 3
-value = ipo_loss(c2, r, ref_c, ref_r, beta=0.1).item()
-hints = {
-    2.0: "2 乗ではなく、絶対値になっているようです。",
-    0.0: "目標に届かない対の損失が、0 に切り詰められているようです。",
-}
+value = ipo_loss(c - 3, r, ref_c, ref_r, beta=0.1).item()  # Δ = 3
 hint = hint_for(value, hints, "式と見比べてみましょう。")
 assert close(value, 4.0), f"{hint}（{value:.6f}、正しくは 4）"
 
 start = ipo_loss(c, r, c, r, beta=0.1).item()
 assert close(start, 25.0), (
-    f"方策と参照方策が等しければ 1/(4β²) = 25 です。いまは {start:.6f} です。")
+    f"方策と参照方策が等しければ 1/(4β²) = 25 です。いまは {start:.6f} です。"
+    "参照方策の対数確率を引いているか、確かめましょう。")
 print("✓ 1 対の値")
 ### BEGIN HIDDEN TESTS
 for seed, beta in enumerate([0.05, 0.1, 0.5, 2.0]):
