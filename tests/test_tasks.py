@@ -12,6 +12,7 @@ from companion.tasks import (
     accuracy,
     demonstrations,
     preferences,
+    problems,
 )
 
 BOTH = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -142,7 +143,7 @@ def test_demonstrations_are_right_as_often_as_asked(task):
 
 
 @BOTH
-@pytest.mark.parametrize("draw", [demonstrations, preferences])
+@pytest.mark.parametrize("draw", [demonstrations, preferences, problems])
 def test_data_follows_the_seed_and_uses_every_prompt_evenly(task, draw):
     first = draw(task, 250, seed=3)
     assert first[:] == draw(task, 250, seed=3)[:]
@@ -159,6 +160,13 @@ def test_every_round_of_prompts_has_its_own_order():
     prompts = demonstrations(PRIME_SUMS, 2 * n, seed=0)["prompt"][:]
     assert set(prompts[:n]) == set(prompts[n:]) == set(PRIME_SUMS.train_prompts)
     assert prompts[:n] != prompts[n:]
+
+
+def test_problems_carry_their_answers():
+    data = problems(PRIME_SUMS, 100, seed=0)
+    assert data.column_names == ["prompt", "ground_truth"]
+    answers = dict(zip(data["prompt"], data["ground_truth"], strict=True))
+    assert answers["20未満の素数の合計は？"] == "77" and len(answers) == 100
 
 
 def test_preferences_have_pairs_of_mistakes_with_equal_reward():
@@ -205,6 +213,8 @@ def test_out_of_range_numbers_are_refused():
     for n in (0, -1):
         with pytest.raises(ValueError, match="n: must be at least 1"):
             demonstrations(SORTING, n, seed=0)
+        with pytest.raises(ValueError, match="n: must be at least 1"):
+            problems(SORTING, n, seed=0)
     for right in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="right"):
             demonstrations(SORTING, 1, right=right, seed=0)

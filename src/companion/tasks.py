@@ -164,6 +164,19 @@ def accuracy(task: Task, prompts: Sequence[str], completions: Sequence[str]) -> 
     return sum(a == b for a, b in zip(answers, completions, strict=True)) / len(prompts)
 
 
+def problems(task: Task, n: int, *, seed: int) -> Dataset:
+    """Draw `n` problems for training by verifiable reward.
+
+    Returns:
+        A data set with the columns `prompt` and `ground_truth`, the names of the book's support
+        page. Every training prompt comes once before any comes twice.
+    """
+    if n < 1:
+        raise ValueError(f"n: must be at least 1, got {n}")
+    prompts = _draw_prompts(task, n, np.random.default_rng(seed))
+    return Dataset.from_list([{"prompt": x, "ground_truth": task.answer(x)} for x in prompts])
+
+
 def demonstrations(task: Task, n: int, *, right: float = 0.4, seed: int) -> Dataset:
     """Draw `n` demonstrations: the right answer with probability `right`, else a mistake.
 

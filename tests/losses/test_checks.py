@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from companion.losses.checks import check_finite, check_positive, check_shapes
+from companion.losses.checks import (
+    check_finite,
+    check_not_negative,
+    check_positive,
+    check_shapes,
+    check_tokens,
+)
 
 pytestmark = pytest.mark.bad_input
 
@@ -12,6 +18,9 @@ def test_good_input_passes():
     check_shapes(1, a=torch.zeros(3), b=torch.ones(3))
     check_finite(a=torch.zeros(3))
     check_positive(beta=0.1, epsilon=1)
+    check_not_negative(beta=0, epsilon=0.2)
+    mask = check_tokens(torch.tensor([[1, 0]]), a=torch.tensor([[0.0, float("nan")]]))
+    assert mask.tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize(

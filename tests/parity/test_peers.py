@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from companion.losses import dpo_loss, ipo_loss, reward_model_loss
+from companion.losses import (
+    dapo_loss,
+    dpo_loss,
+    dr_grpo_loss,
+    group_advantages,
+    grpo_loss,
+    gspo_loss,
+    ipo_loss,
+    reward_model_loss,
+)
 
 PEERS = json.loads((Path(__file__).parent / "data/peers.json").read_text(encoding="utf-8"))
 
@@ -17,19 +26,33 @@ LOSSES = {
     ),
     "reward_model": lambda chosen, rejected, reference, beta: reward_model_loss(chosen, rejected),
 }
-CASES = [
-    pytest.param(method, peer, case["inputs"], output, id=f"{method}-{peer}-{case['seed']}")
-    for case in PEERS["cases"]
-    for method in LOSSES
-    for peer, output in case["outputs"][method].items()
-]
+# The GRPO family: (scale of the advantages, their name in the file, loss)
+GROUP_LOSSES = {
+    "grpo": ("group", "advantages_group_std", lambda logps, old, ref, a, mask, inputs: grpo_loss(
+        logps, old, a, mask, inputs["epsilon"], ref, inputs["beta"])),
+    "dr_grpo": ("none", "advantages_centred", lambda logps, old, ref, a, mask, inputs: dr_grpo_loss(
+        logps, old, a, mask, inputs["epsilon"], inputs["max_completion_length"])),
+    "dapo": ("group", "advantages_group_std", lambda logps, old, ref, a, mask, inputs: dapo_loss(
+        logps, old, a, mask, inputs["epsilon_low"], inputs["epsilon_high"])),
+    "gspo": ("group", "advantages_group_std", lambda logps, old, ref, a, mask, inputs: gspo_loss(
+        logps, old, a, mask, inputs["gspo_epsilon"])),
+}  # fmt: skip
+
+
+def cases_of(methods):
+    return [
+        pytest.param(method, peer, case["inputs"], output, id=f"{method}-{peer}-{case['seed']}")
+        for case in PEERS["cases"]
+        for method in methods
+        for peer, output in case["outputs"][method].items()
+    ]
 
 
 def tensor(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("method, peer, inputs, output", CASES)
+@pytest.mark.parametrize("method, peer, inputs, output", cases_of(LOSSES))
 def test_our_loss_equals_other_libraries(method, peer, inputs, output):
     chosen, rejected = (tensor(inputs[key]).requires_grad_() for key in ("chosen", "rejected"))
     reference = [tensor(inputs[key]) for key in ("ref_chosen", "ref_rejected")]
@@ -39,3 +62,28 @@ def test_our_loss_equals_other_libraries(method, peer, inputs, output):
     torch.testing.assert_close(loss.detach(), tensor(output["loss"]), **exact)
     torch.testing.assert_close(chosen.grad, tensor(output["grad_chosen"]), **exact)
     torch.testing.assert_close(rejected.grad, tensor(output["grad_rejected"]), **exact)
+
+
+@pytest.mark.parametrize("method, peer, inputs, output", cases_of(GROUP_LOSSES))
+def test_our_group_loss_equals_other_libraries(method, peer, inputs, output):
+    scale, given, loss_of = GROUP_LOSSES[method]
+    logps = tensor(inputs["logps"]).requires_grad_()
+    old, ref, mask = (tensor(inputs[key]) for key in ("old_logps", "ref_logps", "mask"))
+    advantages = group_advantages(tensor(inputs["rewards"]), inputs["group_size"], scale)
+    exact = dict(rtol=0, atol=1e-12)
+    torch.testing.assert_close(advantages, tensor(inputs[given]), **exact)
+    if method in ("grpo", "gspo"):
+        # They divide a response by its length + 1e-8, TRL and we by its length.
+        rows = [
+            loss_of(*(x[[i]] for x in (logps, old, ref, advantages, mask)), inputs)
+            for i in range(len(logps))
+        ]
+        lengths = mask.sum(-1)
+        loss = (torch.stack(rows) * lengths / (lengths + 1e-8)).mean()
+        whole = loss_of(logps, old, ref, advantages, mask, inputs)
+        torch.testing.assert_close(whole, torch.stack(rows).mean(), **exact)
+    else:
+        loss = loss_of(logps, old, ref, advantages, mask, inputs)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), tensor(output["loss"]), **exact)
+    torch.testing.assert_close(logps.grad, tensor(output["grad"]), **exact)

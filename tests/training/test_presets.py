@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trl import DPOConfig
+from trl import DPOConfig, GRPOConfig
 
 from companion import training
 from companion.lm.model import SIZES
@@ -31,7 +31,8 @@ def test_table():
         assert (row.method, row.name) == (method, name)
         assert (method, {"cpu": "gpu", "gpu": "cpu"}[name]) in PRESETS
         assert row.size in SIZES
-        assert row.examples >= row.batch_size
+        assert row.examples * (row.group_size or 1) >= row.batch_size
+        assert row.group_size is None or row.batch_size % row.group_size == 0
 
 
 def test_cpu_without_cuda(without_cuda):
@@ -69,7 +70,7 @@ def test_gpu_preset_without_cuda(without_cuda, monkeypatch):
 
 
 def test_unknown_values(monkeypatch):
-    with pytest.raises(ValueError, match="method: unknown method 'sarsa'; known: dpo"):
+    with pytest.raises(ValueError, match="method: unknown method 'sarsa'; known: dapo, dpo"):
         training.preset("sarsa")
     monkeypatch.setenv("COMPANION_PRESET", "tpu")
     with pytest.raises(ValueError, match="COMPANION_PRESET: unknown preset 'tpu'; known: cpu, gpu"):
@@ -120,3 +121,31 @@ def test_a_world_size_that_cannot_share_the_batch_is_named(without_cuda, monkeyp
     monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(ValueError, match=f"WORLD_SIZE: {world_size} processes .* use one of"):
         training.preset("dpo").arguments()
+
+
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_group_methods_make_a_config(without_cuda, method):
+    row = training.preset(method)
+    config = GRPOConfig(**row.arguments(beta=row.beta))
+    assert config.num_generations == row.group_size == 8
+    assert config.generation_batch_size == row.batch_size
+
+
+def test_a_group_size_that_does_not_divide_is_refused_with_those_that_do(
+    without_cuda, monkeypatch
+):
+    row = training.preset("grpo")
+    for wrong in (3, 1, 0, 256):
+        with pytest.raises(
+            ValueError,
+            match=f"num_generations: {wrong} does not divide the 128 completions of one "
+            r"generation; use one of \[2, 4, 8, 16, 32, 64, 128\]",
+        ):
+            row.arguments(num_generations=wrong)
+    # several micro-batches, or several processes, share one generation
+    assert row.arguments(per_device_train_batch_size=2, num_generations=6,
+                         gradient_accumulation_steps=3)
+    assert row.arguments(per_device_train_batch_size=3, num_generations=6, steps_per_generation=4)
+    assert row.arguments(num_generations=6, generation_batch_size=12)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert row.arguments(num_generations=128)["per_device_train_batch_size"] == 64

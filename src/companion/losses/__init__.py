@@ -1,8 +1,27 @@
 """The book's loss functions: pure torch, no trainer, no model, one module a method."""
 
+from companion.losses.advantages import degenerate_groups, group_advantages
+from companion.losses.dapo import dapo_loss, overlong_penalty
 from companion.losses.dpo import dpo_loss
+from companion.losses.dr_grpo import dr_grpo_loss
+from companion.losses.grpo import grpo_loss, kl_k3
+from companion.losses.gspo import gspo_loss
 from companion.losses.ipo import ipo_loss
 from companion.losses.kto import kto_loss, kto_reference_point
 from companion.losses.reward_model import reward_model_loss
 
-__all__ = ["dpo_loss", "ipo_loss", "kto_loss", "kto_reference_point", "reward_model_loss"]
+__all__ = [
+    "dapo_loss",
+    "degenerate_groups",
+    "dpo_loss",
+    "dr_grpo_loss",
+    "group_advantages",
+    "grpo_loss",
+    "gspo_loss",
+    "ipo_loss",
+    "kl_k3",
+    "kto_loss",
+    "kto_reference_point",
+    "overlong_penalty",
+    "reward_model_loss",
+]

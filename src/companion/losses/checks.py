@@ -1,7 +1,7 @@
 """The input checks that the losses share. Each names the argument and the first bad position."""
 
 import sys
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def check_finite(**tensors: Tensor) -> None:
         _refuse(~torch.isfinite(tensor.detach()), name, tensor, "must be finite")
 
 
-def check_positive(**numbers: float) -> None:
+def check_positive(**numbers: float | int) -> None:
     """Require finite numbers above 0.
 
     Raises:
@@ -58,6 +58,83 @@ def check_positive(**numbers: float) -> None:
             raise TypeError(f"{name} must be a number, got {type(number).__name__}")
         if not 0 < number <= sys.float_info.max:
             raise ValueError(f"{name} must be a finite number above 0, got {number}")
+
+
+def check_not_negative(**numbers: float | int) -> None:
+    """Require finite numbers of at least 0.
+
+    Raises:
+        TypeError: an argument is no real number.
+        ValueError: an argument is negative, NaN or infinite.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
+        if not 0 <= number <= sys.float_info.max:
+            raise ValueError(f"{name} must be a finite number of at least 0, got {number}")
+
+
+def check_group_size(group_size: int, rows: int) -> None:
+    """Require a G that makes groups of at least two, all of them whole.
+
+    Raises:
+        TypeError: ``group_size`` is no whole number.
+        ValueError: G < 2, no row, or a last group that is not whole.
+    """
+    if isinstance(group_size, bool) or not isinstance(group_size, Integral):
+        raise TypeError(f"group_size must be a whole number, got {type(group_size).__name__}")
+    if group_size < 2:
+        raise ValueError(f"group_size is {group_size}: a group needs G ≥ 2 to compare with")
+    if rows == 0 or rows % group_size:
+        raise ValueError(
+            f"rewards has {rows} rows: must be a multiple of group_size = {group_size}, and not 0"
+        )
+
+
+def check_tokens(mask: Tensor, **logps: Tensor) -> Tensor:
+    """Require (batch, time) log-probs that are finite wherever the mask is 1.
+
+    Returns:
+        The mask as bool, True on real tokens.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes, dtypes or devices that differ, an empty batch, a mask that is not made
+            of 0 and 1, or NaN or infinity on a real token (with its position).
+    """
+    check_shapes(2, **logps)
+    first_name, first = next(iter(logps.items()))
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+    if mask.shape != first.shape or mask.device != first.device:
+        raise ValueError(
+            f"mask must have the shape and device of {first_name}: {tuple(first.shape)} on "
+            f"{first.device}, got {tuple(mask.shape)} on {mask.device}"
+        )
+    real = mask
+    if mask.dtype != torch.bool:
+        real = mask == 1
+        _refuse(~real & (mask != 0), "mask", mask, "must be 0 or 1")
+    for name, tensor in logps.items():
+        _refuse(real & ~torch.isfinite(tensor.detach()), name, tensor,
+                "must be finite on a real token")
+    return real
+
+
+def check_advantages(advantages: Tensor, like: Tensor) -> None:
+    """Require finite advantages, one for each row of ``like``.
+
+    Raises:
+        TypeError: ``advantages`` is no tensor.
+        ValueError: another shape or device, or a value that is not finite (with its position).
+    """
+    check_shapes(1, advantages=advantages)
+    if len(advantages) != len(like) or advantages.device != like.device:
+        raise ValueError(
+            f"advantages must be ({len(like)},) like the rows of logps, on {like.device}, "
+            f"got {tuple(advantages.shape)} on {advantages.device}"
+        )
+    check_finite(advantages=advantages)
 
 
 def check_counts(like: Tensor, **counts: Tensor) -> None:

@@ -21,10 +21,12 @@ class Preset:
         name: "cpu" or "gpu".
         size: of the model, for `companion.lm.load`.
         examples: rows of training data.
-        batch_size: examples a step, over all processes together.
+        batch_size: examples a step, over all processes together; completions, where they are
+            generated in training.
         steps: optimiser steps.
         learning_rate: at the first step; it falls linearly to 0.
         beta: the coefficient of the KL regularisation with which the method learns here, if any.
+        group_size: G, completions a prompt, where they are generated in training.
         device: "cpu" or "cuda".
         bf16: whether matrix products are taken in bfloat16.
     """
@@ -37,6 +39,7 @@ class Preset:
     steps: int
     learning_rate: float
     beta: float
+    group_size: int | None = None
     device: str = "cpu"
     bf16: bool = False
 
@@ -44,7 +47,8 @@ class Preset:
         """Keyword arguments for the TRL config of this run; `overrides` replace or add any.
 
         Raises:
-            ValueError: WORLD_SIZE is no number of processes that can share the batch.
+            ValueError: WORLD_SIZE is no number of processes that can share the batch, or G does
+                not divide the completions of one generation; it lists what does.
         """
         processes = os.environ.get("WORLD_SIZE") or "1"
         known = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
@@ -70,7 +74,12 @@ class Preset:
             save_strategy="no",
             disable_tqdm=True,  # `train` has its own bar
         )
-        return arguments | overrides
+        if self.group_size is not None:
+            arguments["num_generations"] = self.group_size
+        arguments |= overrides
+        if self.group_size is not None:
+            _check_groups(arguments, int(processes))
+        return arguments
 
 
 PRESETS = {
@@ -160,6 +169,98 @@ PRESETS = {
         learning_rate=2e-4,
         beta=0.5,
     ),
+    ("grpo", "cpu"): Preset(
+        method="grpo",
+        name="cpu",
+        size="tiny",
+        examples=100,
+        batch_size=128,
+        steps=60,
+        learning_rate=5e-4,
+        beta=0.04,
+        group_size=8,
+    ),
+    # never run on a GPU so far
+    ("grpo", "gpu"): Preset(
+        method="grpo",
+        name="gpu",
+        size="small",
+        examples=100,
+        batch_size=512,
+        steps=100,
+        learning_rate=1e-4,
+        beta=0.04,
+        group_size=8,
+    ),
+    ("dr_grpo", "cpu"): Preset(
+        method="dr_grpo",
+        name="cpu",
+        size="tiny",
+        examples=100,
+        batch_size=128,
+        steps=60,
+        learning_rate=5e-4,
+        beta=0.0,
+        group_size=8,
+    ),
+    # never run on a GPU so far
+    ("dr_grpo", "gpu"): Preset(
+        method="dr_grpo",
+        name="gpu",
+        size="small",
+        examples=100,
+        batch_size=512,
+        steps=100,
+        learning_rate=1e-4,
+        beta=0.0,
+        group_size=8,
+    ),
+    ("dapo", "cpu"): Preset(
+        method="dapo",
+        name="cpu",
+        size="tiny",
+        examples=100,
+        batch_size=128,
+        steps=60,
+        learning_rate=5e-4,
+        beta=0.0,
+        group_size=8,
+    ),
+    # never run on a GPU so far
+    ("dapo", "gpu"): Preset(
+        method="dapo",
+        name="gpu",
+        size="small",
+        examples=100,
+        batch_size=512,
+        steps=100,
+        learning_rate=1e-4,
+        beta=0.0,
+        group_size=8,
+    ),
+    ("gspo", "cpu"): Preset(
+        method="gspo",
+        name="cpu",
+        size="tiny",
+        examples=100,
+        batch_size=128,
+        steps=60,
+        learning_rate=5e-4,
+        beta=0.0,
+        group_size=8,
+    ),
+    # never run on a GPU so far
+    ("gspo", "gpu"): Preset(
+        method="gspo",
+        name="gpu",
+        size="small",
+        examples=100,
+        batch_size=512,
+        steps=100,
+        learning_rate=1e-4,
+        beta=0.0,
+        group_size=8,
+    ),
 }
 
 
@@ -186,6 +287,21 @@ def preset(method: str) -> Preset:
             row, device="cuda", bf16=torch.cuda.is_bf16_supported(including_emulation=False)
         )
     return row
+
+
+def _check_groups(arguments: dict, processes: int) -> None:
+    """Whole groups in one generation. TRL's own message says what is wrong, not what is right."""
+    batches = arguments.get("steps_per_generation") or arguments.get(
+        "gradient_accumulation_steps", 1
+    )
+    rows = arguments["per_device_train_batch_size"] * processes * batches
+    rows = arguments.get("generation_batch_size") or rows
+    valid = [n for n in range(2, rows + 1) if rows % n == 0]
+    if arguments["num_generations"] not in valid:
+        raise ValueError(
+            f"num_generations: {arguments['num_generations']} does not divide the {rows} "
+            f"completions of one generation; use one of {valid}"
+        )
 
 
 @functools.cache
