@@ -5,6 +5,7 @@ import torch
 
 from companion.losses.checks import (
     check_finite,
+    check_mask,
     check_not_negative,
     check_positive,
     check_shapes,
@@ -19,8 +20,14 @@ def test_good_input_passes():
     check_finite(a=torch.zeros(3))
     check_positive(beta=0.1, epsilon=1)
     check_not_negative(beta=0, epsilon=0.2)
-    mask = check_tokens(torch.tensor([[1, 0]]), a=torch.tensor([[0.0, float("nan")]]))
-    assert mask.tolist() == [[True, False]]
+    logps = torch.tensor([[0.0, float("nan")]])
+    real = check_mask(torch.tensor([[1, 0]]), a=logps)
+    assert real.tolist() == [[True, False]]
+    check_tokens(real, a=logps)
+
+
+def test_a_sum_that_overflows_is_no_bad_value():
+    check_finite(a=torch.full((3,), 3e38))
 
 
 @pytest.mark.parametrize(

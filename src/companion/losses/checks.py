@@ -43,7 +43,8 @@ def check_finite(**tensors: Tensor) -> None:
         ValueError: names the argument, the index of its first NaN or infinity, and the value.
     """
     for name, tensor in tensors.items():
-        _refuse(~torch.isfinite(tensor.detach()), name, tensor, "must be finite")
+        if not tensor.detach().sum().isfinite():  # one pass; only a bad tensor is searched
+            _refuse(~torch.isfinite(tensor.detach()), name, tensor, "must be finite")
 
 
 def check_positive(**numbers: float | int) -> None:
@@ -91,8 +92,8 @@ def check_group_size(group_size: int, rows: int) -> None:
         )
 
 
-def check_tokens(mask: Tensor, **logps: Tensor) -> Tensor:
-    """Require (batch, time) log-probs that are finite wherever the mask is 1.
+def check_mask(mask: Tensor, **logps: Tensor) -> Tensor:
+    """Require (batch, time) log-probs and a mask of 0 and 1 over them.
 
     Returns:
         The mask as bool, True on real tokens.
@@ -100,7 +101,7 @@ def check_tokens(mask: Tensor, **logps: Tensor) -> Tensor:
     Raises:
         TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices that differ, an empty batch, a mask that is not made
-            of 0 and 1, or NaN or infinity on a real token (with its position).
+            of 0 and 1 (with its first other value).
     """
     check_shapes(2, **logps)
     first_name, first = next(iter(logps.items()))
@@ -111,14 +112,22 @@ def check_tokens(mask: Tensor, **logps: Tensor) -> Tensor:
             f"mask must have the shape and device of {first_name}: {tuple(first.shape)} on "
             f"{first.device}, got {tuple(mask.shape)} on {mask.device}"
         )
-    real = mask
-    if mask.dtype != torch.bool:
-        real = mask == 1
-        _refuse(~real & (mask != 0), "mask", mask, "must be 0 or 1")
-    for name, tensor in logps.items():
-        _refuse(real & ~torch.isfinite(tensor.detach()), name, tensor,
-                "must be finite on a real token")
+    if mask.dtype == torch.bool:
+        return mask
+    real = mask.bool()
+    _refuse(mask != real, "mask", mask, "must be 0 or 1")
     return real
+
+
+def check_tokens(real: Tensor, **logps: Tensor) -> None:
+    """Require log-probs that are finite where ``real`` is True.
+
+    Raises:
+        ValueError: names the argument, the index of its first NaN or infinity, and the value.
+    """
+    for name, tensor in logps.items():
+        bad = real & ~torch.isfinite(tensor.detach())
+        _refuse(bad, name, tensor, "must be finite on a real token")
 
 
 def check_advantages(advantages: Tensor, like: Tensor) -> None:

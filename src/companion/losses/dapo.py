@@ -9,9 +9,8 @@ from companion.losses.checks import (
     check_finite,
     check_not_negative,
     check_positive,
-    check_tokens,
 )
-from companion.losses.surrogate import clipped_surrogate
+from companion.losses.surrogate import clipped_surrogate, token_log_ratios
 
 
 def dapo_loss(
@@ -47,7 +46,7 @@ def dapo_loss(
         prompts of the batch; (5.16) is that of one prompt.
     """
     check_not_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    real = check_tokens(mask, logps=logps, old_logps=old_logps)
+    log_ratios, real = token_log_ratios(logps, old_logps, mask)
     check_advantages(advantages, logps)
     if num_tokens is None:
         num_tokens = max(1, real.sum().item())
@@ -55,7 +54,6 @@ def dapo_loss(
         num_tokens = num_tokens.item()
     check_positive(num_tokens=num_tokens)
 
-    log_ratios = torch.where(real, logps - old_logps.detach(), 0.0)
     objective = clipped_surrogate(log_ratios, advantages[:, None], epsilon_low, epsilon_high)
     return -torch.where(real, objective, 0.0).sum() / num_tokens
 

@@ -8,9 +8,8 @@ from companion.losses.checks import (
     check_advantages,
     check_not_negative,
     check_positive,
-    check_tokens,
 )
-from companion.losses.surrogate import clipped_surrogate
+from companion.losses.surrogate import clipped_surrogate, token_log_ratios
 
 
 def dr_grpo_loss(
@@ -43,9 +42,8 @@ def dr_grpo_loss(
     """
     check_not_negative(epsilon=epsilon)
     check_positive(max_completion_length=max_completion_length)
-    real = check_tokens(mask, logps=logps, old_logps=old_logps)
+    log_ratios, real = token_log_ratios(logps, old_logps, mask)
     check_advantages(advantages, logps)
 
-    log_ratios = torch.where(real, logps - old_logps.detach(), 0.0)
     objective = clipped_surrogate(log_ratios, advantages[:, None], epsilon, epsilon)
     return -torch.where(real, objective, 0.0).sum() / (len(logps) * max_completion_length)

@@ -9,9 +9,8 @@ from companion.losses.checks import (
     check_finite,
     check_not_negative,
     check_shapes,
-    check_tokens,
 )
-from companion.losses.surrogate import clipped_surrogate
+from companion.losses.surrogate import clipped_surrogate, token_log_ratios
 
 
 def kl_k3(
@@ -77,17 +76,14 @@ def grpo_loss(
         ``GRPOTrainer._compute_loss`` with ``loss_type="grpo"``.
     """
     check_not_negative(epsilon=epsilon, beta=beta)
-    tokens = dict(logps=logps, old_logps=old_logps)
+    log_ratios, real = token_log_ratios(logps, old_logps, mask)
+    check_advantages(advantages, logps)
+
+    objective = clipped_surrogate(log_ratios, advantages[:, None], epsilon, epsilon)
     if beta != 0:
         if ref_logps is None:
             raise ValueError(f"ref_logps is missing: β = {beta} needs the reference")
-        tokens["ref_logps"] = ref_logps
-    real = check_tokens(mask, **tokens)
-    check_advantages(advantages, logps)
-
-    log_ratios = torch.where(real, logps - old_logps.detach(), 0.0)
-    objective = clipped_surrogate(log_ratios, advantages[:, None], epsilon, epsilon)
-    if beta != 0:
+        check_shapes(2, logps=logps, ref_logps=ref_logps)
         kl = kl_k3(torch.where(real, logps, 0.0), torch.where(real, ref_logps, 0.0))
         objective = objective - beta * kl
     responses = torch.where(real, objective, 0.0).sum(-1) / real.sum(-1).clamp(min=1)

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from companion.losses.checks import check_advantages, check_not_negative, check_tokens
-from companion.losses.surrogate import clipped_surrogate
+from companion.losses.checks import check_advantages, check_not_negative
+from companion.losses.surrogate import clipped_surrogate, token_log_ratios
 
 
 def gspo_loss(
@@ -36,10 +36,9 @@ def gspo_loss(
         ``GRPOTrainer._compute_loss`` with ``importance_sampling_level="sequence"``.
     """
     check_not_negative(epsilon=epsilon)
-    real = check_tokens(mask, logps=logps, old_logps=old_logps)
+    log_ratios, real = token_log_ratios(logps, old_logps, mask)
     check_advantages(advantages, logps)
 
-    log_ratios = torch.where(real, logps - old_logps.detach(), 0.0)
     lengths = real.sum(-1)
     log_xi = log_ratios.sum(-1) / lengths.clamp(min=1)  # (5.22)
     objective = clipped_surrogate(log_xi, advantages, epsilon, epsilon)

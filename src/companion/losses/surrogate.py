@@ -3,8 +3,30 @@
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
+
+from companion.losses.checks import check_mask, check_tokens
+
+
+def token_log_ratios(
+    logps: Float[Tensor, "batch time"],
+    old_logps: Float[Tensor, "batch time"],
+    mask: Shaped[Tensor, "batch time"],
+) -> tuple[Float[Tensor, "batch time"], Bool[Tensor, "batch time"]]:
+    """log w = log π_θ − log π_old on real tokens and 0 elsewhere, and where the real tokens are.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes, dtypes or devices that differ, an empty batch, a mask that is not made
+            of 0 and 1, or NaN or infinity on a real token (with its position).
+    """
+    real = check_mask(mask, logps=logps, old_logps=old_logps)
+    # Masked before anything that multiplies: 0 times a NaN would be a NaN in the gradient.
+    log_ratios = torch.where(real, logps - old_logps.detach(), 0.0)
+    if not log_ratios.detach().sum().isfinite():  # one pass; only a bad batch is searched
+        check_tokens(real, logps=logps, old_logps=old_logps)
+    return log_ratios, real
 
 
 def clipped_surrogate(
@@ -26,8 +48,9 @@ def clipped_surrogate(
     limit = math.log(torch.finfo(log_ratios.dtype).max) - 1e-3  # exp stays finite up to here
     if log_ratios.max() + advantages.abs().max().clamp(min=1).log() > limit:
         _refuse_overflow(log_ratios.detach(), advantages, limit)
-    # Where the clip acts the gradient is 0; through an exp that overflowed it would be 0 · ∞.
-    ratios = log_ratios.clamp(max=limit).exp()
+        # Where the clip acts the gradient is 0; through an exp that overflowed it would be 0 · ∞.
+        log_ratios = log_ratios.clamp(max=limit)
+    ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - epsilon_low, 1 + epsilon_high)
     return torch.minimum(ratios * advantages, clipped * advantages)
 
