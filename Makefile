@@ -11,7 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 
-.PHONY: run test install lab build exercises matrix lint clean help
+.PHONY: run test install lab build exercises matrix bench lint clean help
 .DEFAULT_GOAL := run
 
 run: $(READY)  ## execute 4.5.1 and leave the notebook and a page in build/ (SECTION=… for another)
@@ -33,6 +33,9 @@ exercises: $(READY)  ## build the exercises from their solutions
 
 matrix: $(READY)  ## parity with several releases of TRL, into RUNTIMES.md
 	$(RUN) tools/matrix.py --write
+
+bench: $(READY)  ## how fast GRPO and the losses run, what a step is made of
+	$(RUN) tools/bench.py
 
 lint: $(READY)  ## ruff alone
 	$(RUN) tools/check.py ruff

@@ -17,20 +17,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 PYTEST = (sys.executable, "-m", "pytest", "-q")
+# Two processes of one thread each; a file's tests stay together, and share what they set up.
+PARALLEL = ("-n", "2", "--dist", "loadfile")
 SHAPES = "--jaxtyping-packages=companion,beartype.beartype"  # shapes in annotations are checked
 
 STAGES = {
     "ruff": (sys.executable, "-m", "ruff", "check"),
-    "unit": (*PYTEST, SHAPES, "--ignore=tests/parity", "--ignore=tests/cases",
+    "unit": (*PYTEST, *PARALLEL, SHAPES, "--ignore=tests/parity", "--ignore=tests/cases",
              "--ignore=tests/test_notebooks.py", "--ignore=tests/test_exercises.py",
              "--ignore=tests/exercises"),
-    "parity": (*PYTEST, SHAPES, "tests/parity"),
-    "cases": (*PYTEST, SHAPES, "tests/cases"),
+    "parity": (*PYTEST, *PARALLEL, SHAPES, "tests/parity"),
+    "cases": (*PYTEST, *PARALLEL, SHAPES, "tests/cases"),
     # The text and the stored outputs of the notebooks, then the notebooks anew, as they stand.
-    "notebooks": (*PYTEST, "--nbmake", "--nbmake-timeout=300", "tests/test_notebooks.py",
+    "notebooks": (*PYTEST, *PARALLEL, "--nbmake", "--nbmake-timeout=300", "tests/test_notebooks.py",
                   "notebooks", "--ignore=notebooks/exercises"),
     "trl-1.16.0": (sys.executable, "tools/matrix.py", "--releases", "1.16.0"),
-    "exercises": (*PYTEST, "tests/test_exercises.py", "tests/exercises"),
+    "exercises": (*PYTEST, *PARALLEL, "tests/test_exercises.py", "tests/exercises"),
 }
 
 

@@ -18,6 +18,7 @@ HEAD = """# 実行時間 / Run times
 TITLES = {
     "notebooks": "ノートブック / Notebooks (`tools/build.py`)",
     "matrix": "TRL の版ごとの照合 / Version matrix (`tools/matrix.py`)",
+    "bench": "速さ / Speed (`tools/bench.py`)",
 }
 
 
