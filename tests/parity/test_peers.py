@@ -10,11 +10,14 @@ from companion.losses import (
     dapo_loss,
     dpo_loss,
     dr_grpo_loss,
+    gae,
     group_advantages,
     grpo_loss,
     gspo_loss,
     ipo_loss,
+    ppo_policy_loss,
     reward_model_loss,
+    whiten,
 )
 
 PEERS = json.loads((Path(__file__).parent / "data/peers.json").read_text(encoding="utf-8"))
@@ -87,3 +90,33 @@ def test_our_group_loss_equals_other_libraries(method, peer, inputs, output):
     loss.backward()
     torch.testing.assert_close(loss.detach(), tensor(output["loss"]), **exact)
     torch.testing.assert_close(logps.grad, tensor(output["grad"]), **exact)
+
+
+@pytest.mark.parametrize("method, peer, inputs, output", cases_of(["ppo_policy"]))
+def test_our_policy_loss_equals_other_libraries(method, peer, inputs, output):
+    logps = tensor(inputs["logps"]).requires_grad_()
+    old, mask, advantages = (
+        tensor(inputs[key]) for key in ("old_logps", "mask", "advantages_group_std")
+    )
+    advantages = advantages[:, None].expand_as(mask)
+    loss = ppo_policy_loss(logps, old, advantages, mask, inputs["epsilon"])
+    loss.backward()
+    exact = dict(rtol=0, atol=1e-12)
+    torch.testing.assert_close(loss.detach(), tensor(output["loss"]), **exact)
+    torch.testing.assert_close(logps.grad, tensor(output["grad"]), **exact)
+
+
+@pytest.mark.parametrize("method, peer, inputs, output", cases_of(["gae_whitened"]))
+def test_our_advantages_equal_other_libraries(method, peer, inputs, output):
+    mask = tensor(inputs["mask"])
+    rewards, values = tensor(inputs["token_rewards"]), tensor(inputs["values"])
+    advantages, returns = gae(rewards, values, mask, inputs["gamma"], inputs["lam"])
+    exact = dict(rtol=0, atol=1e-12)
+    torch.testing.assert_close(returns, tensor(output["ret"]) * mask, **exact)
+    # They divide sums by the count + 1e-8: the mean, and the variance about it.
+    count = mask.sum()
+    mean = advantages.sum() / (count + 1e-8)
+    variance = (((advantages - mean) ** 2) * mask).sum() / (count + 1e-8) * count / (count - 1)
+    theirs = (advantages - mean) * torch.rsqrt(variance + 1e-8) * mask
+    torch.testing.assert_close(theirs, tensor(output["adv"]) * mask, **exact)
+    torch.testing.assert_close(whiten(advantages, mask), theirs, rtol=0, atol=1e-8)

@@ -75,6 +75,33 @@ def check_not_negative(**numbers: float | int) -> None:
             raise ValueError(f"{name} must be a finite number of at least 0, got {number}")
 
 
+def check_unit(**numbers: float | int) -> None:
+    """Require numbers from 0 to 1.
+
+    Raises:
+        TypeError: an argument is no real number.
+        ValueError: an argument is outside [0, 1], or NaN.
+    """
+    check_not_negative(**numbers)
+    for name, number in numbers.items():
+        if number > 1:
+            raise ValueError(f"{name} must be at most 1, got {number}")
+
+
+def check_right_padded(real: Tensor) -> None:
+    """Require rows of a mask whose real tokens come first, without holes.
+
+    Raises:
+        ValueError: names the first token that comes after a gap.
+    """
+    after_a_gap = real[:, 1:] & ~real[:, :-1]
+    if after_a_gap.any():
+        row, t = after_a_gap.nonzero()[0].tolist()
+        raise ValueError(
+            f"mask[{row}, {t + 1}] is 1 after a 0: must be padded on the right, without holes"
+        )
+
+
 def check_group_size(group_size: int, rows: int) -> None:
     """Require a G that makes groups of at least two, all of them whole.
 
