@@ -68,15 +68,16 @@ def test_a_release_that_is_not_shown_to_agree_ends_the_run(machine, told, messag
         matrix.run_parity("1.16.0", matrix.overlay("1.16.0"))
 
 
-def test_the_table_has_a_row_a_release_and_a_dash_where_nothing_was_recorded():
+def test_the_table_has_a_column_a_release_and_a_dash_where_nothing_was_recorded():
     assert matrix.table({"1.12.0": LARGEST, "1.8.0": {("DPO loss", "float64"): 3e-15}}) == (
-        "| TRL | DPO gradient, float64 | DPO loss, float64 | DPO loss, float32 |\n"
-        "| --- | --- | --- | --- |\n"
-        "| 1.12.0 | 3e-16 | 2e-15 | 1e-06 |\n"
-        "| 1.8.0 | – | 3e-15 | – |")
+        "| 最大差 / largest difference | TRL 1.12.0 | TRL 1.8.0 |\n"
+        "| --- | --- | --- |\n"
+        "| DPO gradient, float64 | 3e-16 | – |\n"
+        "| DPO loss, float64 | 2e-15 | 3e-15 |\n"
+        "| DPO loss, float32 | 1e-06 | – |")
 
 
-def test_runtimes_must_have_the_columns_that_parity_records(monkeypatch, tmp_path):
+def test_runtimes_must_have_the_rows_that_parity_records(monkeypatch, tmp_path):
     path = tmp_path / "RUNTIMES.md"
     monkeypatch.setattr(matrix, "read_section", lambda name: runtimes.read_section(name, path))
     monkeypatch.setattr(
@@ -92,6 +93,8 @@ def test_runtimes_must_have_the_columns_that_parity_records(monkeypatch, tmp_pat
     assert written == matrix.table({"1.8.0": LARGEST, "1.16.0": LARGEST})
     matrix.main(["--releases", "1.16.0"])
     assert runtimes.read_section("matrix", path) == written
+    del recorded["DPO loss", "float32"]  # a release that cannot run it
+    matrix.main(["--releases", "1.16.0"])
     recorded["KTO loss", "float64"] = 0.0
     with pytest.raises(SystemExit, match="--write"):
         matrix.main(["--releases", "1.16.0"])
