@@ -48,7 +48,7 @@ def test_history_bar_and_silence(recwarn, capfd):
     assert {"grad_norm", "logps/chosen", "logps/rejected"} <= set(history.columns)
     assert not history.isna().any(axis=None)
     assert not [column for column in history if "runtime" in column or "second" in column]
-    assert not {"epoch", "num_tokens"} & set(history.columns)  # `step` says it
+    assert not {"epoch", "num_tokens", "step_time"} & set(history.columns)  # `step` says it
 
     printed = capfd.readouterr()
     assert printed.out == ""

@@ -38,7 +38,7 @@ def trl_grpo(
     ref_model: PreTrainedModel,
     prompts: TokenIds,
     completions: TokenIds,
-    rewards: Sequence[float | None],
+    rewards: Sequence[float | int | None],
     tokenizer: PreTrainedTokenizerBase,
     **config: Any,
 ) -> GRPOResult:

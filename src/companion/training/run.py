@@ -48,7 +48,9 @@ def train(trainer: Trainer) -> pd.DataFrame:
     finally:
         watch.close()
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    return pd.DataFrame(rows).drop(columns=["epoch", "num_tokens"], errors="ignore")
+    return pd.DataFrame(rows).drop(
+        columns=["epoch", "num_tokens", "step_time"], errors="ignore"
+    )
 
 
 class _Watch(TrainerCallback):
