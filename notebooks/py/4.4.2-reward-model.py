@@ -827,23 +827,18 @@ print(f"ラベルの正解率の上限（期待値） {ceiling:.3f}")
 pd.DataFrame([asdict(rm_preset)]).drop(columns="beta")  # KL の項はない
 
 # %% [markdown]
-# 学習前のモデルも評価できるように、載せたばかりの線形層ごと、別に保存しておきます。
+# 学習は、パッケージの関数にまとめてあります。4.4.3 節（PPO）でも、同じ関数で報酬モデルを作ります。中身は、上で見た `RewardTrainer` の呼び出しです。
 
 # %%
-torch.manual_seed(0)
-untrained = AutoModelForSequenceClassification.from_pretrained(
-    str(checkpoint("sorting", rm_preset.size)), num_labels=1,
-    dtype=torch.float32,
-)
-rm_folder = tempfile.mkdtemp()
-untrained.save_pretrained(rm_folder)
+from companion.training import new_reward_model, train_reward_model
+
+for function in (new_reward_model, train_reward_model):
+    code = inspect.getsource(function)
+    print(code.split('"""')[0].rstrip() + code.split('"""')[2])
 
 # %%
-rm_trainer = RewardTrainer(
-    model=rm_folder, processing_class=tokenizer, train_dataset=train_pairs,
-    args=RewardConfig(**rm_preset.arguments()),
-)
-rm_history = train(rm_trainer)
+untrained = new_reward_model("sorting")
+sorting_rm, rm_history = train_reward_model("sorting", train_pairs)
 
 # %%
 from companion.plots import curves
@@ -885,7 +880,7 @@ def evaluate(model):
 from companion.plots import before_after
 
 _, before = evaluate(untrained)
-sides, after = evaluate(rm_trainer.model)
+sides, after = evaluate(sorting_rm)
 before_after(
     {name: (before[name], after[name]) for name in after},
     title="学習していない 1,000 対で",
@@ -957,7 +952,7 @@ pd.DataFrame({
     "回答": tries,
     "真の報酬": [SORTING.reward(prompt, y) for y in tries],
     "点数": score(
-        rm_trainer.model, tokenizer, [prompt] * len(tries), tries
+        sorting_rm, tokenizer, [prompt] * len(tries), tries
     ).numpy().round(2),
 })
 
@@ -1221,7 +1216,7 @@ questions = SORTING.test_prompts[:200]
 repeated = [x for x in questions for _ in range(32)]
 answers = generate(sft_model, tokenizer, repeated, max_new_tokens=8,
                    temperature=1.0)
-rm_scores = score(rm_trainer.model, tokenizer, repeated, answers)
+rm_scores = score(sorting_rm, tokenizer, repeated, answers)
 rm_scores = rm_scores.view(200, 32)
 
 # %%
@@ -1299,7 +1294,7 @@ pd.DataFrame({
     "その点数": [round(chosen_scores[i].item(), 2) for i in shown],
     "正解": [right_answers[i] for i in shown],
     "正解の点数": score(
-        rm_trainer.model, tokenizer, [questions[i] for i in shown],
+        sorting_rm, tokenizer, [questions[i] for i in shown],
         [right_answers[i] for i in shown],
     ).numpy().round(2),
 })
