@@ -17,7 +17,7 @@
 # 本書 5.3.2 節の式 (5.10)〜(5.12) を扱います。
 #
 # GRPO（5.3.1 節）の目的関数には、割り算が 2 つあります。アドバンテージをグループの標準偏差で割り、回答ごとに長さで割るのです。
-# Dr. GRPO（GRPO done right の意味です）は、この 2 つをやめます。すると、勾配の期待値は、報酬の期待値の勾配の、ちょうど $(1-1/G)$ 倍になります。
+# Dr. GRPO（GRPO done right の意味です）は、この 2 つをやめます。すると、いまの方策から独立に引いた回答での勾配の期待値は、報酬の期待値の勾配の、ちょうど $(1-1/G)$ 倍になります。
 # このノートブックでは、そのことを **すべてのグループを数え上げて** 確かめ、2 つの割り算のそれぞれが勾配の向きを何度ずらすのかを測ります。TRL の `GRPOTrainer` と値・勾配が一致することを確かめたあと、小さな言語モデルを学習させ、「悪い回答ほど長くなる」という GRPO の癖が、Dr. GRPO と DAPO では消えることを見ます。
 #
 # 準備のしかたは [README](../README.md) に、実行時間の実測値は [RUNTIMES.md](../RUNTIMES.md) にあります。 `companion` は、このノートブックのための小さなパッケージです。
@@ -102,12 +102,15 @@ claim(f"{len(groups)} 通りのグループの確率の和は 1", chances.sum(),
 # 右端の式は、確率の和がいつも 1 であることから出ます。そのおかげで、 $y$ によらない数（ベースライン）を報酬から引いても、期待値は変わりません。
 
 # %%
-def J(theta, rewards):
-    return expect(world.log_probs(theta).exp(), rewards).mean()
+def true_gradient_of(world, theta, rewards):
+    def J(theta):
+        return expect(world.log_probs(theta).exp(), rewards).mean()
+
+    return torch.func.grad(J)(theta)
 
 
 # %%
-true_gradient = torch.func.grad(J)(theta, rewards)
+true_gradient = true_gradient_of(world, theta, rewards)
 scores = torch.func.jacrev(lambda theta: world.log_probs(theta)[0])(theta)
 scores = scores.flatten(1)  # S(y) を並べた行列 (Y, パラメータの数)
 claim("∇J = E[r S]", true_gradient.flatten(), (probs * rewards) @ scores)
@@ -150,7 +153,7 @@ def one_group(theta, rows, epsilon=0.2):
 
 
 # %%
-rows = torch.tensor([1, 2, 3])  # a$、aa$、aaa
+rows = torch.tensor([0, 2, 3])  # $、aa$、aaa
 by_hand = sum((rewards[i] - rewards[rows].mean()) * scores[i] for i in rows)
 claim("式 (5.11) の勾配 = (1/G) Σ Â_i S(y_i)",
       torch.func.grad(one_group)(theta, rows).flatten(), by_hand / G)
@@ -218,14 +221,6 @@ EQUATION = {  # 割り算のしかた → 損失（比は 1 なので ε は効�
 }
 
 # %%
-def true_gradient_of(world, theta, rewards):
-    def J(theta):
-        return expect(world.log_probs(theta).exp(), rewards).mean()
-
-    return torch.func.grad(J)(theta)
-
-
-# %%
 for letters, longest in ((1, 2), (1, 3), (1, 4), (1, 5), (2, 2)):
     small = World(prompts=1, letters=letters, max_length=longest)
     logits, r = small.random_logits(g), small.random_rewards(g)
@@ -283,7 +278,7 @@ def angle(u, v):
 
 # %% [markdown]
 # まず (b)。古い方策 $\pi_{\theta_{\mathrm{old}}}$ から引いたグループの、(5.11) の勾配です（クリップが起きないように、 $\epsilon$ をとても大きくします）。
-# トークンの比 $w_{i,t}$ は、接頭辞が古い方策から引かれたことを直しません。系列の比 $\pi_\theta(y_i\mid x)/\pi_{\theta_{\mathrm{old}}}(y_i\mid x)$ なら直ります（回答がどれも 1 トークンなら、2 つの比は同じものです）。
+# トークンの比 $w_{i,t}$ は、そのトークンの前（接頭辞）と後ろ（続き）が古い方策から引かれたことを直しません。系列の比 $\pi_\theta(y_i\mid x)/\pi_{\theta_{\mathrm{old}}}(y_i\mid x)$ なら直ります（回答がどれも 1 トークンなら、2 つの比は同じものです）。
 
 # %%
 old_theta = theta + world.random_logits(g, scale=0.7)
@@ -309,7 +304,8 @@ by_sequence = torch.einsum("n,ni,nid->d", old_chances, weight * dr,
 claim("系列の比なら (1 − 1/G)∇J", by_sequence,
       (1 - 1 / G) * true_gradient.flatten())
 turned = angle(by_token, true_gradient)
-check("トークンの比では、向きがずれる", turned > 2, f"{turned:.1f} 度")
+check("この例では、トークンの比だと向きがずれる", turned > 2,
+      f"{turned:.1f} 度")
 
 # %% [markdown]
 # 次に (c)。同じ回答が 2 つ出たら引き直す、つまり、3 つとも違うグループだけを使うことにします。多様な回答を集めたくて、やってみたくなる工夫です。
@@ -319,7 +315,8 @@ distinct = torch.tensor([len(set(row)) == G for row in groups.tolist()])
 kept = torch.where(distinct, chances, 0.0)
 found = torch.einsum("n,ni,nid->d", kept / kept.sum(), dr, scores[groups])
 turned = angle(found, true_gradient)
-check("独立に引かないと、向きがずれる", turned > 2, f"{turned:.1f} 度")
+check("この例では、独立に引かないと向きがずれる", turned > 2,
+      f"{turned:.1f} 度")
 
 # %% [markdown]
 # ### ステップ 6：標準偏差で割ると
@@ -360,7 +357,7 @@ for n in (2, 3, 4, 6):
 # %% [markdown]
 # 向きが変わるのは、どんなときでしょうか。 **正解率の違うプロンプト** が混ざったときと、 **報酬が 3 種類以上** あるときです。
 #
-# プロンプトが複数なら、勾配は、それぞれのプロンプトの勾配を $w_G(p)$ で重みづけた平均になります。正解率が同じなら、重みも同じなので、向きは変わりません。 $G=2,3$ でも、重みは $p$ によりません（偏差のある $k$ では、いつも同じ標準偏差になるからです）。 $G\ge4$ では、正解率が 0 や 1 に近いほど、重みが大きくなります。
+# プロンプトが複数なら、勾配は、それぞれのプロンプトの勾配を $w_G(p)$ で重みづけた平均になります。正解率が同じなら、重みも同じなので、向きは変わりません。 $G=2,3$ でも、重みは $p$ によりません（報酬がそろわない $k$ では、標準偏差がいつも同じになるからです）。 $G\ge4$ では、正解率が 0 や 1 に近いほど、重みが大きくなります。
 
 # %%
 p_grid = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
@@ -404,15 +401,17 @@ for n in (2, 3, 4, 8, 16, 64):
 from companion.plots import COLOURS, GREY, figure
 
 drawn, (axes,) = figure(1, 2, panel=(4.4, 3.1))
-for n, tint in zip((3, 4, 8, 32), (GREY, *COLOURS[2:5]), strict=True):
-    axes[0].plot(p_grid, weights[n] / std_weight(n, 0.5), color=tint,
+for n, shade in ((3, 0), (4, 0.35), (8, 0.65), (32, 1)):
+    axes[0].plot(p_grid, weights[n] / std_weight(n, 0.5),
+                 color=COLOURS[3] if shade else GREY, alpha=shade or 1,
                  label="G = 2、3" if n == 3 else f"G = {n}")
 axes[0].set(title="標準偏差で割ることが与える重み", xlabel="正解率 p",
             ylabel="w(p) / w(0.5)")
 axes[0].legend(loc="upper center")
 axes[1].plot(*zip(*std_angles.items(), strict=True), "o-", color=COLOURS[3])
-axes[1].set(title="p = 0.05 と 0.5 のとき", xlabel="G（対数目盛り）",
-            ylabel="本当の勾配との角度（度）", xscale="log")
+axes[1].set(title="2 問（p = 0.05 と 0.5）での向きのずれ",
+            xlabel="G（対数目盛り）", xscale="log",
+            ylabel="本当の勾配との角度（度）")
 axes[1].set_xticks(list(std_angles), list(std_angles))
 axes[1].minorticks_off()
 drawn
@@ -431,7 +430,7 @@ same_p = angle(found, true_gradient_of(letters, even, correct))
 check("正解率が同じなら変わらない", same_p < 1e-6, f"{same_p:.0e} 度")
 
 # %% [markdown]
-# 報酬が 3 種類以上になると、プロンプトが一つでも向きが変わります。 $G=2$ を考えると分かりやすいでしょう。2 つの報酬の差を標準偏差で割ると、残るのは **どちらが高いか** だけで、差の大きさは消えてしまいます（ $10^{-4}$ の分を除きます）。
+# 報酬が 3 種類以上になると、プロンプトが一つでも、一般に向きが変わります。 $G=2$ を考えると分かりやすいでしょう。2 つの報酬の差を標準偏差で割ると、残るのは **どちらが高いか** だけで、差の大きさは消えてしまいます（ $10^{-4}$ の分を除きます）。
 # 報酬が 1、0.2、0 の 3 つの回答（確率は 0.1、0.6、0.3）で測ります。
 
 # %%
@@ -446,8 +445,13 @@ for n in (2, 4, 8):
     found = expected_gradient(
         one_letter, three, graded, n, EQUATION["和"], "group")
     graded_angles[n] = angle(found, truth)
-    check(f"3 種類の報酬、G = {n}", graded_angles[n] > 20,
+    check(f"3 種類の報酬、G = {n}: 向きが変わる", graded_angles[n] > 20,
           f"{graded_angles[n]:.1f} 度")
+check("G が大きいほど、ずれは小さい",
+      graded_angles[2] > graded_angles[4] + 1 > graded_angles[8] + 2)
+
+# %% [markdown]
+# プロンプトが一つなら、 $G$ を増やすとグループの標準偏差はどれも同じ値（報酬の標準偏差）に近づくので、ずれは 0 に近づいていきます。正解率の違うプロンプトが混ざったときは、反対に大きくなるのでした。
 
 # %% [markdown]
 # ### ステップ 7：長さで割ると
@@ -499,7 +503,7 @@ check("ベースラインによって向きが変わる",
       max(by_baseline.values()) - min(by_baseline.values()) > 20)
 
 # %% [markdown]
-# 長さがそろっていれば、 $1/|y|$ は定数倍なので、何も起きません（下の表では、どの回答も 1 トークンの世界で代表させます）。2 つの割り算を別々に、また一緒に入れた角度を、6 つの場合の表にします。 $G=6$ とします。
+# 長さがそろっていれば、 $1/|y|$ は定数倍なので、何も起きません（下の表では、どの回答も 1 トークンの世界で代表させます）。2 つの割り算を別々に、また一緒に入れたときの角度（度）を、6 つの場合の表にします。 $G=6$ とします。
 
 # %%
 import pandas as pd
@@ -636,7 +640,7 @@ print("はじめの長さの期待値:", expected_lengths(style_logps).numpy().r
 # %% [markdown]
 # 勾配の期待値を計算しましょう。報酬が文体だけで決まるので、アドバンテージの期待値も文体だけで決まります。これを $a_s=\mathbb{E}[\widehat A_i\mid \text{文体 } s]$ と書くと、Dr. GRPO のアドバンテージでは $a_s=(1-1/G)(q_s-p)$ です（ $q_s$ は文体 $s$ の報酬が 1 になる確率、 $p$ は全体の正解率）。
 #
-# **主張** $h_s$ のロジット $u_s$ についての勾配の期待値は、トークンの和（Dr. GRPO）では 0、 $1/|y|$ を掛けると
+# **主張** $h_s$ のロジット $u_s$ についての勾配の期待値は、トークンの和（Dr. GRPO）では 0 です（文体ごとに、スコア関数の期待値が 0 なので）。 $1/|y|$ を掛けると
 #
 # $$
 # \pi(s)\,a_s\,\mathrm{Cov}\Bigl(\frac1{|y|},\ \frac{\partial\log\pi(|y|\mid s)}{\partial u_s}\Bigr)
@@ -711,15 +715,17 @@ def dr_grpo_loss_numpy(logps, old_logps, advantages, epsilon, L):
 # %% [markdown]
 # 式 (5.11) の $1/G$ とプロンプトの平均を合わせると、行の数 B で割ることになります。 `L` は、TRL がさらに割る定数です。
 #
-# パッケージの関数は、同じ式をベクトルで書いた PyTorch 版です。説明と入力の検査のあと、最後の数行が式です。 `clipped_surrogate` は、式 (5.12) の $\min$ と clip で、GRPO の仲間が共有しています。
+# パッケージの関数は、同じ式をベクトルで書いた PyTorch 版です（説明文は省いて表示します）。入力の検査のあと、最後の数行が式です。 `clipped_surrogate` は、式 (5.12) の $\min$ と clip で、GRPO の仲間が共有しています。
 
 # %%
 import inspect
+import re
 
 from companion.losses.surrogate import clipped_surrogate
 
 for function in (dr_grpo_loss, clipped_surrogate):
-    print(inspect.getsource(function))
+    code = inspect.getsource(function)
+    print(re.sub(r'    """.*?"""\n', "", code, flags=re.DOTALL))
 
 # %% [markdown]
 # 2 つのグループ、長さの違う 8 つの回答で、2 つの実装を比べます。比が 1 から離れ、クリップされるトークンもあるように、古い対数確率を乱数でずらします。
@@ -920,6 +926,7 @@ def by_us(batch, rewards=right_or_wrong, old=old_model, size=16):
 
 # %% [markdown]
 # TRL は、一度の生成で何度も更新するとき（ `num_iterations=2` など）だけ、古い方策の対数確率を使います（方策オフ）。既定の 1 では、古い方策が何であっても、比を 1 とみなします（方策オン）。
+# 報酬関数が None を返した回答は「採点なし」です。グループの平均から除かれ、アドバンテージは 0 になりますが、分母の B には残ります。
 
 # %%
 off = dict(num_iterations=2)
@@ -1223,7 +1230,7 @@ differences["[1, 0, 0, 0] の Â、none と group"] = (
     f"{both[0]:.4f} と {both[1]:.4f}")
 
 # %% [markdown]
-# **方策オンで記録される損失は、 $-\sum_i\widehat A_i|y_i|/(BL)$ です。** 比が 1 なので、残るのは「正解のほうが長いかどうか」だけです。GRPO なら、いつも 0 です。どちらの損失からも、学習が進んだかどうかは分かりません。勾配は 0 ではありません。
+# **方策オンで記録される損失は、 $-\sum_i\widehat A_i|y_i|/(BL)$ です。** 比が 1 なので、残るのは「正解のほうが長いかどうか」だけです。GRPO なら、（ $\beta=0$ で、除かれる回答がなければ）いつも 0 です。どちらの損失からも、学習が進んだかどうかは分かりません。勾配は 0 ではありません。
 
 # %%
 on_policy = results["方策オン"]
@@ -1255,7 +1262,7 @@ empty = by_trl(completions=all_cut, mask_truncated_completions=True)
 claim("全部が打ち切られていれば 0", [empty.loss, norm_of(empty)], 0.0)
 
 # %% [markdown]
-# **KL の項を足すなら、それもトークンの和です。** 式 (5.11) に KL の項はありませんが、TRL では `beta` を 0 以外にできます。すると、式 (5.7) の推定量を **足して** $BL$ で割ります。GRPO のように $1/|y_i|$ を掛けないので、同じ $\beta$ でも、長い回答ほど強く参照方策に引かれます。
+# **KL の項を足すなら、それもトークンの和です。** 式 (5.11) に KL の項はありませんが、TRL では `beta` を 0 以外にできます。すると、式 (5.7) の推定量を **足して** $BL$ で割ります。GRPO のように $1/|y_i|$ を掛けないので、KL の項でも、長い回答ほど重みが大きくなります（ `use_bias_correction_kl=False` は、式 (5.7) のままの形を選ぶスイッチです。5.3.1 節）。
 
 # %%
 from companion.losses import kl_k3
@@ -1287,7 +1294,7 @@ pd.DataFrame(differences.items(), columns=["式と TRL の違い", "測った値
 # %% [markdown]
 # ## 学習
 #
-# 小さな言語モデルを、TRL の `GRPOTrainer` で学習させます。問題は「 $n$ 未満の素数の合計は？」（ $n=3,\dots,102$ ）です。報酬関数とスイッチはサポートページのまま、大きさ、学習率、 $G$ はパッケージの表（プリセット）から取ります。
+# 小さな言語モデルを、TRL の `GRPOTrainer` で学習させます。問題は「 $n$ 未満の素数の合計は？」（ $n=3,\dots,102$ ）です。報酬関数とスイッチはサポートページのまま（ `max_completion_length` だけは、問題に合わせて 8）、大きさ、学習率、 $G$ はパッケージの表（プリセット）から取ります。
 # 出発点のモデルは、4 割が正解、残りがもっともらしい間違い、という手本で学んであります（SFT）。100 問の答えを **丸暗記して** いて、学習とテストの区別はありません。足し算を身につけるのではなく、「知っている」答えを選ぶ確率を上げる学習です。
 
 # %%
@@ -1320,7 +1327,7 @@ curves(history, {
 })
 
 # %% [markdown]
-# 報酬が上がり、エントロピーが下がります。正解が増えるにつれて、全問正解のグループ（退化したグループ）が増えます。損失は 0 のまわりを動くだけで、学習の進み具合を語りません。
+# 報酬が上がり、エントロピーが下がります。正解が増えるにつれて、退化したグループも増えます（多くは、8 つとも正解のグループと考えられます）。損失は 0 のまわりを動くだけで、学習の進み具合を語りません。
 # 打ち切りは、ほとんどありません。記録された勾配のノルムは、クリッピング（ `max_grad_norm` ）の 1 よりずっと小さな値です。損失を $L=8$ で割っているからで、式 (5.11) のままなら、勾配はこの 8 倍です。
 
 # %%
@@ -1337,7 +1344,7 @@ check("退化したグループが増える", last["frac_reward_zero_std"] > 0.3
 check("打ち切りはほとんどない",
       history["completions/clipped_ratio"].max() < 0.02)
 largest = history["grad_norm"].max()
-check("勾配のノルムは、切られる 1 より小さい", largest < 0.9,
+check("勾配のノルムは、切られる 1 より小さい", largest < 0.5,
       f"最大 {largest:.3f}")
 
 # %% [markdown]
@@ -1382,7 +1389,7 @@ samples
 #
 # ### 実験 1：悪い文体の長さ
 #
-# GRPO、Dr. GRPO、DAPO で、8 つの乱数の種（シード）を学習させます。損失は TRL と一致すると確かめた 3 つの関数です。1 回に $B=128$ 個の回答（ $G=32$ が 4 グループ）を引き、300 回更新します。最適化器は、TRL と同じ Adam（学習率は直線で 0 まで下げます）です。
+# GRPO、Dr. GRPO、DAPO で、8 つの乱数の種（シード）を学習させます。損失は、TRL と一致すると確かめた関数です（GRPO と DAPO は、5.3.1 節と 5.3.3 節のノートブックで）。DAPO は損失だけを使い、動的サンプリングなどは入れません。1 回に $B=128$ 個の回答（ $G=32$ が 4 グループ）を引き、300 回更新します。最適化器は、TRL と同じ Adam（学習率は直線で 0 まで下げます）です。
 # 長さの期待値は、サンプリングではなく、方策の確率から **正確に** 計算します。
 #
 # シードどうしはパラメータを共有しないので、シードごとの損失を足して、まとめて微分します。GRPO と Dr. GRPO の損失は行の平均なので、シードの数を掛ければ足したことになります。DAPO の分母はシードごとのトークン数なので、アドバンテージをそれで割っておき、 `num_tokens=1` とします。
@@ -1416,8 +1423,8 @@ def train_styles(method, seeds=8, n=128, steps=300, lr=0.02,
     g = torch.Generator().manual_seed(seed)
     begin, stop = (v.repeat(seeds, 1).requires_grad_()
                    for v in (even_begin, start_stop))
-    adam = optimizer([begin, stop], lr=lr)
-    decay = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.0, steps)
+    stepper = optimizer([begin, stop], lr=lr)
+    decay = torch.optim.lr_scheduler.LinearLR(stepper, 1.0, 0.0, steps)
     trace = []
     for _ in range(steps + 1):
         table = style_tokens(begin, stop)  # (S, 文体, L, L)
@@ -1428,9 +1435,9 @@ def train_styles(method, seeds=8, n=128, steps=300, lr=0.02,
         logps = table.flatten(1, 2)[torch.arange(seeds)[:, None], y]
         loss = sum_of_losses(method, logps, (coins < PAYS[y // L]).double(),
                              both_masks[y])
-        adam.zero_grad()
+        stepper.zero_grad()
         loss.backward()
-        adam.step()
+        stepper.step()
         decay.step()
     return torch.stack(trace)
 
@@ -1500,8 +1507,8 @@ from companion.plots import spread
 
 TINTS = dict(zip(METHODS, (COLOURS[1], COLOURS[0], COLOURS[2]), strict=True))
 drawn, (axes,) = figure(1, 2, panel=(4.6, 3.4))
-for ax, style, title in ((axes[0], 1, "悪い文体 b"),
-                         (axes[1], 0, "良い文体 a")):
+for ax, style, title in ((axes[0], 1, "悪い文体 b は、GRPO でだけ伸びる"),
+                         (axes[1], 0, "良い文体 a は、GRPO でだけ縮む")):
     for method in METHODS:
         spread(range(301), lengths_of[method][:, :, style].T, label=method,
                ax=ax, colour=TINTS[method], xlabel="更新回数",
@@ -1513,7 +1520,7 @@ drawn
 
 # %% [markdown]
 # 線は 8 シードの中央値、帯は最小値から最大値まで、破線は雑音のないときです。
-# GRPO では、悪い文体が 5 トークンから 12 トークン以上まで長くなり、良い文体は 3 トークンほどに縮みます。Dr. GRPO と DAPO の長さは、5 のまわりにとどまります。
+# GRPO では、悪い文体が 5 トークンから 10 トークン以上に長くなり、良い文体は 3 トークンほどに縮みます。Dr. GRPO と DAPO の長さは、5 のまわりにとどまります。
 # 雑音のない道筋で、Dr. GRPO の長さはまったく動きません（Adam は 0 に近い丸め誤差を拡大するので、ここだけ許容差を 1e-6 にしています）。
 
 # %%
@@ -1583,7 +1590,7 @@ for (name, n), last in drift.items():
 
 # %% [markdown]
 # どの場合も、中央値はもとの長さから離れていません。Dr. GRPO は、長さをどちらの向きにも押していないのです。
-# SGD では、雑音が $1/\sqrt B$ で小さくなり、ただよいも小さくなります。Adam は、勾配を成分ごとに自分の大きさで割ります。長さのロジットの勾配は **雑音だけ** なので、雑音をどれだけ小さくしても、割ってしまえば同じ大きさの歩幅になります。信号のない方向では、Adam はバッチを増やしても静かになりません。
+# SGD では、雑音が $1/\sqrt B$ で小さくなり、ただよいも小さくなります。Adam は、勾配を成分ごとに自分の大きさで割ります。長さのロジットの勾配は **雑音だけ** なので、（分母の `eps` に埋もれないかぎり）雑音をどれだけ小さくしても、割ってしまえば同じ大きさの歩幅になります。信号のない方向では、Adam はバッチを増やしても静かになりません。
 
 # %% [markdown]
 # ### 実験 3：言語モデルと TRL
@@ -1746,11 +1753,16 @@ for method in METHODS[1:]:
           f"{end_b[method]:.1f} トークン")
 check("どの手法でも、悪い文体の確率は 0 に近づく",
       max(rows["b の確率"].iloc[-1] for rows in in_trl.values()) < 0.05)
+longest_a = max(in_trl[method]["a の長さ"].iloc[-1] for method in METHODS)
+check("良い文体は、どの手法でも破線より短い",
+      longest_a < exact["a の長さ"].iloc[-1] - 1,
+      f"{longest_a:.1f} 以下、破線は {exact['a の長さ'].iloc[-1]:.1f}")
 
 # %% [markdown]
-# 表形式のときと同じく、GRPO の悪い文体だけが長くなりました。1 回ずつの結果で、種を変えると、どの線も上下にただよいます（演習 4）。良い文体の長さは、Dr. GRPO と DAPO でも、破線から大きく離れています。
+# 表形式のときと同じく、GRPO の悪い文体だけが長くなりました。1 回ずつの結果なので、種を変えたときのばらつきは、演習 4 で見てください。
+# 破線は向きの目安で、学習がそのとおりに進むわけではありません。良い文体は、Dr. GRPO と DAPO でも、破線ほど長くなりませんでした。実験 1 の GRPO でも、実線は破線の手前でした。雑音があると、Adam の歩みが小さくなるためと考えられます（ここでは確かめていません）。
 #
-# ところが、表形式では動かなかった「雑音のない道筋」（破線）が、ここでは動いています。 **$\nabla J$ そのものが、悪い文体を短く、良い文体を長くする** のです。言語モデルでは、最初の文字を選ぶパラメータと、繰り返すかやめるかを決めるパラメータが共有されています。
+# その破線に、目を引くことがあります。表形式では動かなかった Dr. GRPO の「雑音のない道筋」が、ここでは動いています。 **$\nabla J$ そのものが、悪い文体を短く、良い文体を長くする** のです。言語モデルでは、最初の文字を選ぶパラメータと、繰り返すかやめるかを決めるパラメータが共有されています。
 # 学習を始めるときに $\nabla J$ の向きに動くと、それぞれの長さの期待値 $\ell_s$ はどう変わるでしょうか。変化率 $\langle\nabla\ell_s,\nabla J\rangle$ を、表形式と言語モデルで計算します。
 
 # %%

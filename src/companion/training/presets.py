@@ -169,6 +169,29 @@ PRESETS = {
         learning_rate=2e-4,
         beta=0.5,
     ),
+    # sorting, against the reward model at its preset: .40 -> .67-.74 sampled, three seeds. With
+    # β = 0 the true accuracy falls to .04-.33 while the score rises
+    ("ppo", "cpu"): Preset(
+        method="ppo",
+        name="cpu",
+        size="tiny",
+        examples=2560,
+        batch_size=64,
+        steps=40,
+        learning_rate=7e-4,
+        beta=0.5,
+    ),
+    # never run on a GPU so far
+    ("ppo", "gpu"): Preset(
+        method="ppo",
+        name="gpu",
+        size="small",
+        examples=12_800,
+        batch_size=256,
+        steps=100,
+        learning_rate=1e-4,
+        beta=0.5,
+    ),
     ("grpo", "cpu"): Preset(
         method="grpo",
         name="cpu",
@@ -239,7 +262,7 @@ PRESETS = {
         group_size=8,
     ),
     # a quarter of a generation a step, as GSPO needs several updates a generation
-    # (steps_per_generation=4): 20 generations of 128. .38 -> .76 sampled
+    # (steps_per_generation=4): 20 generations of 128. .42 -> .80 sampled
     ("gspo", "cpu"): Preset(
         method="gspo",
         name="cpu",
