@@ -12,9 +12,23 @@ def _hidden_part(text: str) -> str:
     return text.split(begin)[1].split(end)[0] if begin in text else ""
 
 
+class Results(dict):
+    """Graded cell's id -> the exception that it ended in, None where it passed."""
+
+    @property
+    def failed(self):
+        return {cell for cell, error in self.items() if error is not None}
+
+
+@pytest.fixture(scope="module")
+def notebook(request):
+    """The instructor's notebook of the source that the test module names."""
+    return exercises.instructor_notebook(request.module.SOURCE)
+
+
 @pytest.fixture(scope="session")
 def grade():
-    """Run a notebook's code cells in order; the exception (None: passed) of each graded one.
+    """Run a notebook's code cells in order; the `Results` of the graded ones.
 
     The function's arguments:
         notebook: the instructor's.
@@ -25,7 +39,7 @@ def grade():
 
     def run(notebook, answers=None, part="all"):
         answers = answers or {}
-        names, results = {"__name__": "exercise"}, {}
+        names, results = {"__name__": "exercise"}, Results()
         with warnings.catch_warnings():
             for cell in notebook.cells:
                 if cell.cell_type != "code" or cell.id == "setup":  # readies a kernel, not us

@@ -12,11 +12,6 @@ SOURCE = exercises.SOURCES / "5.3.3-dapo.py"
 LOSS_TESTS = {"test_value", "test_batch", "test_gradient"}
 
 
-@pytest.fixture(scope="module")
-def notebook():
-    return exercises.instructor_notebook(SOURCE)
-
-
 @pytest.fixture
 def grade(grade):
     """Without what is slow and no given answer can change.
@@ -32,10 +27,6 @@ def grade(grade):
         return grade(notebook, left_out | (answers or {}), part)
 
     return run
-
-
-def failed(results):
-    return {cell for cell, error in results.items() if error is not None}
 
 
 def log_ratio(x, old, mask):
@@ -164,16 +155,6 @@ def in_rounds(rates, G, wanted, generator):
     return kept.tolist() and kept, math.ceil(drawn / wanted) * wanted
 
 
-def test_the_solution_passes_and_the_empty_notebook_earns_nothing(notebook, grade):
-    assert failed(grade(notebook)) == set()
-    empty = exercises.student_notebook(SOURCE, **exercises.stubs())
-    for cell, whole in zip(empty.cells, notebook.cells, strict=True):
-        if exercises.grader(whole).get("grade"):
-            cell.source = whole.source  # nbgrader puts the hidden tests back
-    results = grade(empty)
-    assert failed(results) == set(results)
-
-
 def test_the_points(notebook):
     points = {
         cell.id: exercises.grader(cell)["points"]
@@ -186,21 +167,21 @@ def test_the_points(notebook):
 @pytest.mark.parametrize("name", RIGHT_LOSSES)
 def test_right_losses_pass_everything(notebook, grade, name):
     results = grade(notebook, {"dapo_loss": RIGHT_LOSSES[name]})
-    assert failed(results) == set(), results
+    assert results.failed == set(), results
 
 
 @pytest.mark.parametrize("name", WRONG_LOSSES)
 def test_wrong_losses_are_rejected_and_the_visible_tests_say_why(notebook, grade, name):
     wrong, hint = WRONG_LOSSES[name]
-    hidden = failed(grade(notebook, {"dapo_loss": wrong}, part="hidden"))
+    hidden = grade(notebook, {"dapo_loss": wrong}, part="hidden").failed
     assert hidden & LOSS_TESTS and hidden <= LOSS_TESTS
     seen = grade(notebook, {"dapo_loss": wrong}, part="visible")
-    assert any(hint in str(seen[cell]) for cell in failed(seen) & LOSS_TESTS), seen
+    assert any(hint in str(seen[cell]) for cell in seen.failed & LOSS_TESTS), seen
 
 
 def test_a_mask_after_exp_that_spoils_only_gradients_is_rejected(notebook, grade):
     answers = {"dapo_loss": where_after_exp}
-    assert failed(grade(notebook, answers)) == {"test_gradient"}
+    assert grade(notebook, answers).failed == {"test_gradient"}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +195,7 @@ def test_a_mask_after_exp_that_spoils_only_gradients_is_rejected(notebook, grade
     ids=["the package's", "three pieces", "clamp"],
 )  # fmt: skip
 def test_right_penalties_pass(notebook, grade, right):
-    assert failed(grade(notebook, {"overlong_penalty": right})) == set()
+    assert grade(notebook, {"overlong_penalty": right}).failed == set()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +213,7 @@ def test_right_penalties_pass(notebook, grade, right):
 )
 def test_wrong_penalties_are_rejected(notebook, grade, wrong, hint):
     answers = {"overlong_penalty": wrong}
-    assert failed(grade(notebook, answers, part="hidden")) == {"test_overlong"}
+    assert grade(notebook, answers, part="hidden").failed == {"test_overlong"}
     assert hint in str(grade(notebook, answers, part="visible")["test_overlong"])
 
 
@@ -255,7 +236,7 @@ def test_exactly_one_identity_fails_for_the_planted_bug(notebook):
 @pytest.mark.parametrize("number, left", [(1, -1.0), (3, 0.5), (2, 0.0), (2, -1.0), (2, math.nan)])
 def test_a_wrong_diagnosis_is_rejected(notebook, grade, number, left):
     answer = dict(failed_identity=number, left_side=left)
-    assert failed(grade(notebook, {"failed_identity": answer})) == {"test_failed_identity"}
+    assert grade(notebook, {"failed_identity": answer}).failed == {"test_failed_identity"}
 
 
 def test_the_right_side_is_no_left_side(notebook, grade):
@@ -265,7 +246,7 @@ def test_the_right_side_is_no_left_side(notebook, grade):
             exec(cell.source, names)
     whole = names["identities"](names["buggy_dapo_loss"], (1, 2, 6, 9))[1][2]
     answer = dict(failed_identity=2, left_side=whole)
-    assert failed(grade(notebook, {"failed_identity": answer})) == {"test_failed_identity"}
+    assert grade(notebook, {"failed_identity": answer}).failed == {"test_failed_identity"}
 
 
 def parts_loss(divide):
@@ -292,7 +273,7 @@ def parts_loss(divide):
     ids=["sums", "weighted means", "joined"],
 )  # fmt: skip
 def test_right_repairs_pass(notebook, grade, right):
-    assert failed(grade(notebook, {"repaired_dapo_loss": right})) == set()
+    assert grade(notebook, {"repaired_dapo_loss": right}).failed == set()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +289,7 @@ def test_right_repairs_pass(notebook, grade, right):
     ids=["unchanged", "sum of means", "divided twice", "padded width", "response means"],
 )  # fmt: skip
 def test_wrong_repairs_are_rejected(notebook, grade, wrong):
-    assert failed(grade(notebook, {"repaired_dapo_loss": wrong})) == {"test_repaired"}
+    assert grade(notebook, {"repaired_dapo_loss": wrong}).failed == {"test_repaired"}
 
 
 @pytest.mark.parametrize(
@@ -327,11 +308,11 @@ def test_wrong_repairs_are_rejected(notebook, grade, wrong):
 )
 def test_predictions(notebook, grade, share, draws, wrong):
     answer = dict(predicted_share=share, predicted_draws=draws)
-    assert failed(grade(notebook, {"predictions": answer})) == wrong
+    assert grade(notebook, {"predictions": answer}).failed == wrong
 
 
 def test_a_right_measurement_passes(notebook, grade):
-    assert failed(grade(notebook, {"fill_batch": right_fill})) == set()
+    assert grade(notebook, {"fill_batch": right_fill}).failed == set()
 
 
 @pytest.mark.parametrize(
@@ -349,7 +330,7 @@ def test_a_right_measurement_passes(notebook, grade):
          "mean rate", "a number written in"],
 )  # fmt: skip
 def test_wrong_measurements_are_rejected(notebook, grade, wrong):
-    assert failed(grade(notebook, {"fill_batch": wrong})) == {"test_fill_batch"}
+    assert grade(notebook, {"fill_batch": wrong}).failed == {"test_fill_batch"}
 
 
 def test_the_figure_of_the_question_shows_what_the_answer_says(notebook):

@@ -12,25 +12,6 @@ SOURCE = exercises.SOURCES / "5.3.2-dr-grpo.py"
 LOSS_TESTS = {"test_value", "test_clip", "test_mask", "test_gradient"}
 
 
-@pytest.fixture(scope="module")
-def notebook():
-    return exercises.instructor_notebook(SOURCE)
-
-
-def failed(results):
-    return {cell for cell, error in results.items() if error is not None}
-
-
-def test_the_solution_passes_and_the_empty_notebook_earns_nothing(notebook, grade):
-    assert failed(grade(notebook)) == set()
-    empty = exercises.student_notebook(SOURCE, **exercises.stubs())
-    for cell, whole in zip(empty.cells, notebook.cells, strict=True):
-        if exercises.grader(whole).get("grade"):
-            cell.source = whole.source  # nbgrader puts the hidden tests back
-    results = grade(empty)
-    assert failed(results) == set(results)
-
-
 # The advantages.
 
 
@@ -84,14 +65,14 @@ WRONG_ADVANTAGES = {
 
 @pytest.mark.parametrize("name", RIGHT_ADVANTAGES)
 def test_right_advantages_pass(notebook, grade, name):
-    assert failed(grade(notebook, {"group_advantages": RIGHT_ADVANTAGES[name]})) == set()
+    assert grade(notebook, {"group_advantages": RIGHT_ADVANTAGES[name]}).failed == set()
 
 
 @pytest.mark.parametrize("name", WRONG_ADVANTAGES)
 def test_wrong_advantages_are_rejected(notebook, grade, name):
     advantages, hint = WRONG_ADVANTAGES[name]
     answers = {"group_advantages": advantages}
-    assert failed(grade(notebook, answers)) == {"test_advantages"}
+    assert grade(notebook, answers).failed == {"test_advantages"}
     assert hint in str(grade(notebook, answers, part="visible")["test_advantages"])
 
 
@@ -105,8 +86,8 @@ def test_wrong_advantages_are_rejected(notebook, grade, name):
 )
 def test_what_the_visible_tests_pass_the_hidden_ones_reject(notebook, grade, wrong):
     answers = {"group_advantages": wrong}
-    assert failed(grade(notebook, answers, part="visible")) == set()
-    assert failed(grade(notebook, answers, part="hidden")) == {"test_advantages"}
+    assert grade(notebook, answers, part="visible").failed == set()
+    assert grade(notebook, answers, part="hidden").failed == {"test_advantages"}
 
 
 # The loss.
@@ -249,17 +230,17 @@ WRONG_LOSSES = {
 
 @pytest.mark.parametrize("name", RIGHT_LOSSES)
 def test_right_losses_pass(notebook, grade, name):
-    assert failed(grade(notebook, {"dr_grpo_loss": RIGHT_LOSSES[name]})) == set()
+    assert grade(notebook, {"dr_grpo_loss": RIGHT_LOSSES[name]}).failed == set()
 
 
 @pytest.mark.parametrize("name", WRONG_LOSSES)
 def test_wrong_losses_are_rejected(notebook, grade, name):
     loss, caught_by, hint = WRONG_LOSSES[name]
     answers = {"dr_grpo_loss": loss}
-    assert failed(grade(notebook, answers, part="hidden")) & LOSS_TESTS
+    assert grade(notebook, answers, part="hidden").failed & LOSS_TESTS
     visible = grade(notebook, answers, part="visible")
     if caught_by is None:
-        assert failed(visible) == set()
+        assert visible.failed == set()
     else:
         assert hint in str(visible[caught_by])
 
@@ -287,12 +268,12 @@ def test_exactly_one_identity_fails_for_the_planted_bug(notebook):
 )
 def test_a_wrong_diagnosis_is_rejected(notebook, grade, number, left):
     answer = dict(failed_identity=number, left_side=left)
-    assert failed(grade(notebook, {"failed_identity": answer})) == {"test_failed_identity"}
+    assert grade(notebook, {"failed_identity": answer}).failed == {"test_failed_identity"}
 
 
 def test_a_diagnosis_read_off_the_table_passes(notebook, grade):
     answer = dict(failed_identity=2, left_side=0.0461)
-    assert failed(grade(notebook, {"failed_identity": answer})) == set()
+    assert grade(notebook, {"failed_identity": answer}).failed == set()
 
 
 @pytest.mark.parametrize(
@@ -309,7 +290,7 @@ def test_a_diagnosis_read_off_the_table_passes(notebook, grade):
     ids=["unchanged", "longest response", "no L", "no B", "token mean", "GRPO", "not clipped"],
 )
 def test_a_wrong_repair_is_rejected(notebook, grade, wrong):
-    assert failed(grade(notebook, {"repaired_loss": wrong})) == {"test_repaired"}
+    assert grade(notebook, {"repaired_loss": wrong}).failed == {"test_repaired"}
 
 
 # Predicted, then measured.
@@ -330,7 +311,7 @@ def test_a_wrong_repair_is_rejected(notebook, grade, wrong):
 )
 def test_predictions(notebook, grade, factor, angle, wrong):
     answer = dict(predicted_factor=factor, predicted_angle=angle)
-    assert failed(grade(notebook, {"predictions": answer})) == wrong
+    assert grade(notebook, {"predictions": answer}).failed == wrong
 
 
 def enumerate_by(weights):
@@ -356,7 +337,7 @@ def advantages(r, n, scale, per_token):
 
 
 def test_a_right_enumeration_passes(notebook, grade):
-    assert failed(grade(notebook, {"expected_gradient": enumerate_by(advantages)})) == set()
+    assert grade(notebook, {"expected_gradient": enumerate_by(advantages)}).failed == set()
 
 
 def uniform(probs, rewards, lengths, G, **switches):
@@ -384,4 +365,4 @@ def uniform(probs, rewards, lengths, G, **switches):
          "mean length", "uniform groups"],
 )  # fmt: skip
 def test_wrong_enumerations_are_rejected(notebook, grade, wrong):
-    assert failed(grade(notebook, {"expected_gradient": wrong})) == {"test_expected_gradient"}
+    assert grade(notebook, {"expected_gradient": wrong}).failed == {"test_expected_gradient"}

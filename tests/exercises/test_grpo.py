@@ -12,25 +12,6 @@ SOURCE = exercises.SOURCES / "5.3.1-grpo.py"
 LOSS_TESTS = {"test_clip", "test_kl", "test_lengths", "test_data"}
 
 
-@pytest.fixture(scope="module")
-def notebook():
-    return exercises.instructor_notebook(SOURCE)
-
-
-def failed(results):
-    return {cell for cell, error in results.items() if error is not None}
-
-
-def test_the_solution_passes_and_the_empty_notebook_earns_nothing(notebook, grade):
-    assert failed(grade(notebook)) == set()
-    empty = exercises.student_notebook(SOURCE, **exercises.stubs())
-    for cell, whole in zip(empty.cells, notebook.cells, strict=True):
-        if exercises.grader(whole).get("grade"):
-            cell.source = whole.source  # nbgrader puts the hidden tests back
-    results = grade(empty)
-    assert failed(results) == set(results)
-
-
 # --- the advantages
 
 
@@ -81,14 +62,14 @@ WRONG_ADVANTAGES = {
 
 @pytest.mark.parametrize("name", RIGHT_ADVANTAGES)
 def test_right_advantages_pass_everything(notebook, grade, name):
-    assert failed(grade(notebook, {"group_advantages": RIGHT_ADVANTAGES[name]})) == set()
+    assert grade(notebook, {"group_advantages": RIGHT_ADVANTAGES[name]}).failed == set()
 
 
 @pytest.mark.parametrize("name", WRONG_ADVANTAGES)
 def test_wrong_advantages_are_rejected_and_the_visible_tests_say_why(notebook, grade, name):
     wrong, hint = WRONG_ADVANTAGES[name]
     answers = {"group_advantages": wrong}
-    assert "test_advantages" in failed(grade(notebook, answers, part="hidden"))
+    assert "test_advantages" in grade(notebook, answers, part="hidden").failed
     assert hint in str(grade(notebook, answers, part="visible")["test_advantages"])
 
 
@@ -102,7 +83,7 @@ def test_wrong_advantages_are_rejected_and_the_visible_tests_say_why(notebook, g
 )
 def test_groups_that_cannot_be_are_to_be_refused(notebook, grade, wrong):
     answers = {"group_advantages": wrong}
-    assert "test_bad_groups" in failed(grade(notebook, answers, part="hidden"))
+    assert "test_bad_groups" in grade(notebook, answers, part="hidden").failed
     assert "ValueError" in str(grade(notebook, answers, part="visible")["test_bad_groups"])
 
 
@@ -212,21 +193,21 @@ HIDDEN_LOSSES = {
 @pytest.mark.parametrize("name", RIGHT_LOSSES)
 def test_right_losses_pass_everything(notebook, grade, name):
     results = grade(notebook, {"grpo_loss": RIGHT_LOSSES[name]})
-    assert failed(results) == set(), results
+    assert results.failed == set(), results
 
 
 @pytest.mark.parametrize("name", WRONG_LOSSES)
 def test_wrong_losses_are_rejected_and_the_visible_tests_say_why(notebook, grade, name):
     loss, hint = WRONG_LOSSES[name]
     answers = {"grpo_loss": loss}
-    assert failed(grade(notebook, answers)) & LOSS_TESTS
+    assert grade(notebook, answers).failed & LOSS_TESTS
     seen = grade(notebook, answers, part="visible")
-    assert any(hint in str(seen[cell]) for cell in failed(seen) & LOSS_TESTS), seen
+    assert any(hint in str(seen[cell]) for cell in seen.failed & LOSS_TESTS), seen
 
 
 @pytest.mark.parametrize("name", HIDDEN_LOSSES)
 def test_losses_that_are_wrong_off_policy_are_rejected(notebook, grade, name):
-    assert failed(grade(notebook, {"grpo_loss": HIDDEN_LOSSES[name]})) & LOSS_TESTS
+    assert grade(notebook, {"grpo_loss": HIDDEN_LOSSES[name]}).failed & LOSS_TESTS
 
 
 # --- the planted bug
@@ -252,7 +233,7 @@ def test_exactly_one_identity_fails_for_the_planted_bug(notebook):
 )
 def test_a_wrong_diagnosis_is_rejected(notebook, grade, number, left):
     answer = dict(failed_identity=number, left_side=left)
-    assert failed(grade(notebook, {"failed_identity": answer})) == {"test_failed_identity"}
+    assert grade(notebook, {"failed_identity": answer}).failed == {"test_failed_identity"}
 
 
 def repaired(kl):
@@ -278,12 +259,12 @@ def repaired(kl):
     ids=["unchanged", "k1", "k2", "with the ratio", "no KL"],
 )
 def test_a_wrong_repair_is_rejected(notebook, grade, wrong):
-    assert failed(grade(notebook, {"repaired_grpo_loss": wrong})) == {"test_repaired"}
+    assert grade(notebook, {"repaired_grpo_loss": wrong}).failed == {"test_repaired"}
 
 
 def test_a_right_repair_in_another_form_passes(notebook, grade):
     answers = {"repaired_grpo_loss": repaired(lambda d, w: torch.expm1(d) - d)}
-    assert failed(grade(notebook, answers)) == set()
+    assert grade(notebook, answers).failed == set()
 
 
 # --- predictions and measurement
@@ -304,7 +285,7 @@ def test_a_right_repair_in_another_form_passes(notebook, grade):
 )
 def test_predictions(notebook, grade, share, ratio, wrong):
     answer = dict(predicted_share=share, predicted_ratio=ratio)
-    assert failed(grade(notebook, {"predictions": answer})) == wrong
+    assert grade(notebook, {"predictions": answer}).failed == wrong
 
 
 def weigh(gradient_of):
@@ -333,7 +314,7 @@ def in_closed_form(k, p, G):
     ids=["closed form", "centred scores"],
 )  # fmt: skip
 def test_right_weights_pass(notebook, grade, right):
-    assert failed(grade(notebook, {"prompt_weight": right})) == set()
+    assert grade(notebook, {"prompt_weight": right}).failed == set()
 
 
 @pytest.mark.parametrize(
@@ -349,6 +330,6 @@ def test_right_weights_pass(notebook, grade, right):
     ids=["sum", "no std", "divisor G", "not divided by the slope of p", "limit", "of G alone"],
 )
 def test_wrong_weights_are_rejected(notebook, grade, wrong):
-    assert failed(grade(notebook, {"prompt_weight": wrong}, part="hidden")) >= {
+    assert grade(notebook, {"prompt_weight": wrong}, part="hidden").failed >= {
         "test_prompt_weight"
     }

@@ -13,15 +13,6 @@ SOURCE = exercises.SOURCES / "4.5.4.3-kto.py"
 LOSS_TESTS = {"test_value", "test_batch", "test_gradient"}
 
 
-@pytest.fixture(scope="module")
-def notebook():
-    return exercises.instructor_notebook(SOURCE)
-
-
-def failed(results):
-    return {cell for cell, error in results.items() if error is not None}
-
-
 def gain(logps, ref_logps, point, beta):
     return beta * (logps - ref_logps.detach() - point.detach())
 
@@ -128,29 +119,19 @@ RIGHT_TRAINING = descend(lambda q, v, wp, wm: (wp * q * (1 - v) + wm * (1 - q) *
 QUICK = {"trained_policy": functools.cache(RIGHT_TRAINING)}
 
 
-def test_the_solution_passes_and_the_empty_notebook_earns_nothing(notebook, grade):
-    assert failed(grade(notebook)) == set()
-    empty = exercises.student_notebook(SOURCE, **exercises.stubs())
-    for cell, whole in zip(empty.cells, notebook.cells, strict=True):
-        if exercises.grader(whole).get("grade"):
-            cell.source = whole.source  # nbgrader puts the hidden tests back
-    results = grade(empty)
-    assert failed(results) == set(results)
-
-
 @pytest.mark.parametrize("name", RIGHT_LOSSES)
 def test_right_losses_pass_everything(notebook, grade, name):
     results = grade(notebook, {"kto_loss": RIGHT_LOSSES[name], **QUICK})
-    assert failed(results) == set(), results
+    assert results.failed == set(), results
 
 
 @pytest.mark.parametrize("name", WRONG_LOSSES)
 def test_wrong_losses_are_rejected_and_the_visible_tests_say_why(notebook, grade, name):
     loss, hint = WRONG_LOSSES[name]
     answers = {"kto_loss": loss, **QUICK}
-    assert failed(grade(notebook, answers, part="hidden")) & LOSS_TESTS
+    assert grade(notebook, answers, part="hidden").failed & LOSS_TESTS
     seen = grade(notebook, answers, part="visible")
-    assert any(hint in str(seen[cell]) for cell in failed(seen) & LOSS_TESTS), seen
+    assert any(hint in str(seen[cell]) for cell in seen.failed & LOSS_TESTS), seen
 
 
 RIGHT_POINTS = {
@@ -173,14 +154,14 @@ WRONG_POINTS = {
 
 @pytest.mark.parametrize("name", RIGHT_POINTS)
 def test_right_reference_points_pass(notebook, grade, name):
-    assert failed(grade(notebook, {"kto_reference_point": RIGHT_POINTS[name], **QUICK})) == set()
+    assert grade(notebook, {"kto_reference_point": RIGHT_POINTS[name], **QUICK}).failed == set()
 
 
 @pytest.mark.parametrize("name", WRONG_POINTS)
 def test_wrong_reference_points_are_rejected(notebook, grade, name):
     point, hint = WRONG_POINTS[name]
     answers = {"kto_reference_point": point, **QUICK}
-    assert failed(grade(notebook, answers, part="hidden")) == {"test_reference_point"}
+    assert grade(notebook, answers, part="hidden").failed == {"test_reference_point"}
     assert hint in str(grade(notebook, answers, part="visible")["test_reference_point"])
 
 
@@ -198,7 +179,7 @@ def refusing(pairing):
     [lambda rows: rows[-1:] + rows[:-1], lambda rows: [rows[i - 1] for i in range(len(rows))]],
 )
 def test_right_pairings_pass(notebook, grade, right):
-    assert failed(grade(notebook, {"mismatched": refusing(right), **QUICK})) == set()
+    assert grade(notebook, {"mismatched": refusing(right), **QUICK}).failed == set()
 
 
 @pytest.mark.parametrize(
@@ -213,7 +194,7 @@ def test_right_pairings_pass(notebook, grade, right):
 )
 def test_wrong_pairings_are_rejected(notebook, grade, wrong, hint):
     answers = {"mismatched": wrong, **QUICK}
-    assert failed(grade(notebook, answers, part="hidden")) == {"test_mismatched"}
+    assert grade(notebook, answers, part="hidden").failed == {"test_mismatched"}
     assert hint in str(grade(notebook, answers, part="visible")["test_mismatched"])
 
 
@@ -237,7 +218,7 @@ def test_exactly_one_identity_fails_for_the_planted_bug(notebook):
 )
 def test_a_wrong_diagnosis_is_rejected(notebook, grade, number, left):
     answer = dict(failed_identity=number, left_side=left)
-    assert failed(grade(notebook, {"failed_identity": answer, **QUICK})) == {"test_failed_identity"}
+    assert grade(notebook, {"failed_identity": answer, **QUICK}).failed == {"test_failed_identity"}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +233,7 @@ def test_a_wrong_diagnosis_is_rejected(notebook, grade, number, left):
 )
 def test_a_wrong_repair_is_rejected(notebook, grade, wrong):
     answers = {"repaired_kto_loss": wrong, **QUICK}
-    assert failed(grade(notebook, answers)) == {"test_repaired"}
+    assert grade(notebook, answers).failed == {"test_repaired"}
 
 
 @pytest.mark.parametrize(
@@ -269,11 +250,11 @@ def test_a_wrong_repair_is_rejected(notebook, grade, wrong):
 )
 def test_predictions(notebook, grade, equal, border, wrong):
     answer = dict(predicted_equal=equal, predicted_border=border)
-    assert failed(grade(notebook, {"predictions": answer, **QUICK})) == wrong
+    assert grade(notebook, {"predictions": answer, **QUICK}).failed == wrong
 
 
 def test_a_right_training_passes(notebook, grade):
-    assert failed(grade(notebook, {"trained_policy": RIGHT_TRAINING})) == set()
+    assert grade(notebook, {"trained_policy": RIGHT_TRAINING}).failed == set()
 
 
 @pytest.mark.parametrize(
@@ -288,4 +269,4 @@ def test_a_right_training_passes(notebook, grade):
     ids=["no weights", "weights swapped", "True only", "cross entropy", "one number"],
 )
 def test_wrong_trainings_are_rejected(notebook, grade, wrong):
-    assert failed(grade(notebook, {"trained_policy": wrong})) == {"test_trained_policy"}
+    assert grade(notebook, {"trained_policy": wrong}).failed == {"test_trained_policy"}
