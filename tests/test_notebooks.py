@@ -27,6 +27,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SOURCES = sorted((FOLDER / "py").glob("*.py"))
 EXERCISES = sorted((FOLDER / "exercises").glob("*.ipynb"))
 
+# It orients the reader: no section of the book, and not made of a section's parts.
+FIRST_PAGE = "0-はじめに.ipynb"
+
 PARTS = ("記号", "導出", "実装", "TRL との照合", "学習", "実験", "演習", "参考文献")
 TABLE = ["記号", "変数", "形状", "TRL での名前"]
 ASSERTIONS = {"claim", "check", "assert_close", "assert_allclose"}
@@ -215,12 +218,15 @@ def name(path):
 
 each_built = pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
 each_source = pytest.mark.parametrize("path", SOURCES, ids=name)
+each_section = pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.stem != Path(FIRST_PAGE).stem], ids=name)
 each_text = pytest.mark.parametrize("path", [*SOURCES, *EXERCISES], ids=name)
 
 
 def test_every_source_is_built_and_every_ready_section_has_its_notebook():
     assert {path.stem for path in NOTEBOOKS} == {path.stem for path in SOURCES}
-    assert {path.name for path in NOTEBOOKS} == {s.notebook for s in SECTIONS if s.ready}
+    ready = {section.notebook for section in SECTIONS if section.ready}
+    assert {path.name for path in NOTEBOOKS} == ready | {FIRST_PAGE}
 
 
 @each_built
@@ -255,14 +261,20 @@ def test_code_fits_78_columns(path):
     assert not width_complaints(code_cells(path))
 
 
-@each_source
+@each_section
 def test_nine_parts_stand_in_order(path):
     assert not parts_complaints("\n\n".join(prose(path)))
 
 
-@each_source
+@each_section
 def test_a_notebook_asserts_what_it_says(path):
     assert assertions(path.read_text(encoding="utf-8")) >= 8
+
+
+def test_the_first_page_leads_to_every_ready_section():
+    text = (FOLDER / "py" / f"{Path(FIRST_PAGE).stem}.py").read_text(encoding="utf-8")
+    for section in SECTIONS:
+        assert (f"]({section.notebook})" in text) == section.ready, section.number
 
 
 @each_text

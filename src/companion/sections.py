@@ -26,11 +26,11 @@ class Section:
 
 SECTIONS = (
     Section("2.3.5.2", "方策勾配から PPO のクリッピングまで", "(2.29)",
-            "2.3.5.2-ppo-clip.ipynb", "PPOTrainer"),
+            "2.3.5.2-ppo-clip.ipynb", "PPOTrainer", ready=True),
     Section("4.4.2", "RLHF：報酬モデルの学習", "(4.8)",
             "4.4.2-reward-model.ipynb", "RewardTrainer", ready=True),
     Section("4.4.3", "RLHF：PPO", "(4.9)、(4.10)",
-            "4.4.3-ppo-rlhf.ipynb", "PPOTrainer"),
+            "4.4.3-ppo-rlhf.ipynb", "PPOTrainer", ready=True),
     Section("4.5.1", "DPO", "(4.19)",
             "4.5.1-dpo.ipynb", "DPOTrainer", ready=True),
     Section("4.5.4.2", "IPO", "",
