@@ -137,8 +137,13 @@ claim("r + c(x) でも π* は同じ", tilt(ref_logps, (scores + c) / beta),
       star_logps)
 claim("最大値は E[c(x)] だけ動く",
       J(star_logps, scores + c) - J(star_logps), c.mean())
-claim("点数を 10 倍、β も 10 倍なら同じ π*",
-      tilt(ref_logps, 10 * scores / (10 * beta)), star_logps)
+
+# %%
+tenth = world.logits_of(tilt(ref_logps, scores / (beta / 10)))
+tenth.requires_grad_()
+claim("点数が 10 倍のとき、β/10 の π* で J の勾配は 0",
+      torch.autograd.grad(J(world.log_probs(tenth), 10 * scores), tenth)[0],
+      0.0)
 
 # %%
 far = kl(tilt(ref_logps, 10 * scores / beta), star_logps).mean()
@@ -319,7 +324,7 @@ claim("1 トークン: k3 の勾配 = ∇(KL(π‖π_ref) − KL(π_ref‖π))",
       slope(both_ways.sum(), letter_theta))
 
 # %% [markdown]
-# 両向きの KL は、 $\pi_{\mathrm{ref}}$ の近くでは 2 次まで同じなので、差はほとんど残りません。参照方策の近くでは、引き戻す力がほとんど消えてしまうのです。同じ向きに $h$ だけ離れたところで、勾配の大きさを比べます。
+# 両向きの KL は、 $\pi_{\mathrm{ref}}$ の近くでは 2 次まで同じなので、差はほとんど残りません。参照方策の近くでは、罰の勾配がほとんど消えてしまうのです。 $k_2$ でも、回答が長くても、そうなります。同じ向きに $h$ だけ離れたところで、勾配の大きさを比べます。
 
 # %%
 noise = world.random_logits(g)
@@ -337,7 +342,7 @@ for h in (0.1, 0.05):
 # %%
 for name, power in (("k1", 2), ("k2", 4), ("k3", 4)):
     fall = sizes[name, 0.1] / sizes[name, 0.05]
-    check(f"{name}: 距離を半分にすると、引き戻す力は約 1/{power}",
+    check(f"{name}: 距離を半分にすると、罰の勾配は約 1/{power}",
           abs(fall / power - 1) < 0.15,
           f"{sizes[name, 0.1]:.5f} → {sizes[name, 0.05]:.5f}")
 
@@ -364,7 +369,7 @@ drawn
 # %% [markdown]
 # ステップ 2 の $\gamma<1$ に戻りましょう。勾配を見れば、行き先まで変わることが分かります。
 #
-# **主張** 割り引いた収益の期待値の勾配は、 $\pi^*$ で、 $\gamma=1$ なら 0、 $\gamma<1$ なら 0 ではありません。
+# **主張** 割り引いた収益 $\sum_t\gamma^{t-1}r_t$ の期待値の勾配は、 $\pi^*$ で、 $\gamma=1$ なら 0 です。 $\gamma=0.9$ では、この世界では 0 になりません。
 
 # %%
 star_theta = world.logits_of(star_logps).requires_grad_()
@@ -665,7 +670,7 @@ def gae_numpy(rewards, values, gamma, lam):
 
 
 # %% [markdown]
-# アドバンテージは、ミニバッチの全トークンで平均 0、分散 1 にそろえてから使うのが普通です（白色化、whitening）。続けて、方策の損失 (2.29) と価値の損失です。
+# アドバンテージは、1 回に集めた回答の全トークンで平均 0、分散 1 にそろえてから使うのが普通です（白色化、whitening）。続けて、方策の損失 (2.29) と価値の損失です。
 
 # %%
 def whiten_numpy(advantages):
@@ -698,7 +703,7 @@ def value_loss_numpy(values, old_values, returns, epsilon):
 
 
 # %% [markdown]
-# 価値の損失のクリッピングは、式 (2.29) にはない、実装の習慣です。動かした値と、前の値の $\pm\epsilon$ に押し込めた値の、誤差が **大きいほう** をとるので、目標へ向かって $\epsilon$ より動くと勾配が止まります。
+# 価値の損失のクリッピングは、式 (2.29) にはない、実装の習慣です。動かした値と、前の値の $\pm\epsilon$ に押し込めた値の、誤差が **大きいほう** をとるので、目標へ向かって $\epsilon$ より動くと（目標を大きく通り過ぎないかぎり）勾配が止まります。
 #
 # パッケージの関数は、同じ式をベクトルで書いた PyTorch 版です。説明の文を省いて表示します。前半は入力の検査です。
 
@@ -882,6 +887,7 @@ if with_trl("TRL に 1 回分の学習をさせる"):
 
 # %% [markdown]
 # 回答の長さはまちまちで、上限の 4 トークンで打ち切られたものもあります。TRL の対数確率、価値、アドバンテージを NumPy と PyTorch の関数に渡し、結果を比べます。
+# TRL は点数を置く場所が式と違うので（次の「式と TRL の違い」で見ます）、報酬は KL の部分だけを比べます。
 
 # %%
 comparison = {}
@@ -1072,8 +1078,8 @@ if with_trl("エラーの例"):
 #
 # 一つずつ、数で確かめましょう。
 #
-# **点数は、EOS の一つ後ろに置かれます。** 式 (4.10) では、点数は最後のトークン（EOS）に足されます。TRL では、その次の場所に足し、そこでの価値 $V(s_{T+1})$ も使います。打ち切られた回答では、次の場所がないので、最後のトークンに足します。
-# GAE を後ろからたどると、EOS のアドバンテージの差は $(1-\lambda)\bigl(V(s_{T+1})-r_\phi\bigr)$ です（ $\gamma=1$、白色化の前）。 $\lambda=1$ なら差はありません。
+# **点数は、EOS の一つ後ろに置かれます。** 式 (4.10) では、点数は最後のトークン（EOS）に足されます。TRL では、その次の場所に足し、そこでの価値 $V(s_{T+1})$ も使います。上限いっぱいの長さの回答（打ち切られたものも、最後の 1 トークンで EOS を書いたものも）では、次の場所がないので、最後のトークンに足します。
+# 次の場所があるとき、GAE を後ろからたどると、EOS のアドバンテージの差は $(1-\lambda)\bigl(V(s_{T+1})-r_\phi\bigr)$ です（ $\gamma=1$、白色化の前）。 $\lambda=1$ なら差はありません。
 
 # %%
 differences = {}
@@ -1142,7 +1148,8 @@ check("温度で KL が変わる", abs(first_kl(0.7) / first_kl(1.0) - 1) > 0.05
 # %% [markdown]
 # （方策の対数確率だけ許容差が大きいのは、生成のときに計算した値で、モデルが float64 でも float32 だからです。）
 #
-# **アドバンテージは、いつも白色化されます。** 式にはない操作で、止める設定もありません。平均を引くことは、全トークンに同じベースラインを引くことなので、勾配の期待値を変えません。標準偏差で割ることは、学習率を変えることに当たります。点数と $\beta$ と価値を全部 10 倍しても、方策の更新は変わらなくなります。
+# **アドバンテージは、いつも白色化されます。** 式にはない操作で、止める設定もありません。全トークンから同じ **定数** を引いても、トークンについて和をとった勾配の期待値は変わりません（2.3.5.2 節のベースライン）。定数で割れば、勾配の大きさが変わるだけです。白色化すると、点数と $\beta$ と価値を全部 10 倍しても、方策の勾配は変わらなくなります。
+# 下では、世界の全回答を 1 つずつ並べて計算した平均と標準偏差を使い、このことを確かめます。TRL では、平均と標準偏差を、引いた回答そのものから計算し、損失もトークン平均なので、勾配の向きが変わらないというのは、回答が多いときの近似です。
 
 # %%
 def whitened_slope(scale):
@@ -1169,7 +1176,7 @@ if with_trl("白色化"):
               "白色化", f"Â の標準偏差 {spread_of:.3f} が 1 に"))
 
 # %% [markdown]
-# **パディングと EOS が同じだと、EOS が損失から消えます。** TRL は、回答の終わりを「最初のパディングの手前」として **値** で探します。パディングが EOS と同じ番号だと、EOS 自身がパディングとみなされ、方策の損失から外れます。報酬モデルも、EOS の一つ手前で点数を読みます。パッケージのマスクは、位置で決めるので影響を受けません。
+# **パディングと EOS が同じだと、EOS が損失から消えます。** TRL は、回答の終わりを「最初のパディングの手前」として **値** で探します。パディングが EOS と同じ番号だと、EOS 自身がパディングとみなされ、方策の損失から外れます。報酬モデルも、EOS の一つ手前で点数を読みます。パッケージの関数は、渡されたマスクを使うだけなので、マスクを位置から作れば影響を受けません。
 
 # %%
 if with_trl("パディング = EOS"):
@@ -1387,6 +1394,9 @@ if with_trl("学習の前後の正解率"):
               for name, lm in (("学習前", sft), ("学習後", policy))}
     drawn = pd.DataFrame(greedy).T.rename(columns={
         "greedy": "確率最大のトークンを選ぶ", "sampled": "温度 1 で引く"})
+    start = greedy["学習前"]
+    check("学習前: 確率最大なら 9 割以上、温度 1 で引くと 4 割前後",
+          start["greedy"] > 0.9 and abs(start["sampled"] - 0.4) < 0.05)
 drawn if HAS_PPO else None
 
 # %% [markdown]
@@ -1400,7 +1410,7 @@ drawn if HAS_PPO else None
 #
 # ### 実験 1：PPO は π* に着くか
 #
-# `tabular_ppo` は、表形式の方策と価値の PPO です。回答を 64 個ずつ引き、式 (4.10)、GAE（ $\lambda=1$ ）、白色化、(2.29) と価値の損失で 2 回更新する、という TRL と同じ手順を 200 回繰り返します。使っているのは、上で TRL と照合した関数です。参照方策から出発します。
+# `tabular_ppo` は、表形式の方策と価値の PPO です。プロンプトごとに回答を 64 個ずつ引き、式 (4.10)、GAE（ $\lambda=1$ ）、白色化、(2.29) と価値の損失で 2 回更新する、という TRL と同じ手順を 200 回繰り返します。使っているのは、上で TRL と照合した関数です。参照方策から出発します。
 
 # %%
 from companion.training import tabular_ppo
@@ -1438,9 +1448,14 @@ for name, far in distance.items():
           far[:, -1].max() < 0.02 and far[:, 0].min() > 0.1,
           f"{far[:, 0].min():.2f}〜{far[:, 0].max():.2f} → 最大 "
           f"{far[:, -1].max():.0e}")
+begin, later = ([distance[f"β = {b}"][:, k].quantile(0.5)
+                 for b in (0.2, 0.5, 1.0)] for k in (0, 50))
+check("β が小さいほど π* は遠く、50 回の更新の後もまだ遠い",
+      begin[0] > 2 * begin[1] > 4 * begin[2]
+      and later[0] > 2 * later[1] > 4 * later[2])
 
 # %% [markdown]
-# 点数を引くたびに誤差が入るのに、方策は $\pi^*$ に着きます。 $\beta$ が小さいほど $\pi^*$ は遠く、時間がかかります。
+# 引いた回答だけから学ぶので、更新のたびに誤差が入ります。それでも、方策は $\pi^*$ に着きます。 $\beta$ が小さいほど $\pi^*$ は遠く、時間がかかります。
 #
 # **着かないこともあります。** 回答を 3 トークン（40 通り）に延ばし、 $\beta=0.2$ とすると、8 つの世界のうち 1 つが取り残されます。
 
@@ -1482,7 +1497,7 @@ check("学習の途中で、その確率はさらに下がった",
       last[60, goal] < ref[goal] - 1 and last[-1, goal].exp() < 1e-3)
 
 # %% [markdown]
-# $\pi^*$ がいちばんよく出す回答を、参照方策は 1 % も出しません。64 個引いても、まず出てこないのです。その間に、同じ書き出しのほかの回答の低い点数から書き出しの確率が下がり、ますます出てこなくなったのだと考えられます。ステップ 3 の勾配は期待値として正しくても、引いた回答の中にないものは学べません。
+# $\pi^*$ がいちばんよく出す回答を、参照方策は 1 % も出しません。64 個引いても、たいてい一つも入りません。その間に、同じ書き出しのほかの回答の低い点数から書き出しの確率が下がり、ますます出てこなくなったのだと考えられます。ステップ 3 の勾配は期待値として正しくても、引いた回答の中にないものは学べません。
 #
 # ### 実験 2：同じ KL で、どこまで点数を上げられるか
 #
@@ -1500,7 +1515,7 @@ eight_ref = one_ref_logps.expand(8, -1, -1)
 # %%
 def dpo(beta, pairs, steps=200):
     theta = one_ref.expand(8, -1, -1, -1).clone().requires_grad_()
-    optimizer = torch.optim.Adam([theta], lr=0.05)
+    optimizer = torch.optim.Adam([theta], lr=0.2)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         now = small.log_probs(theta)
@@ -1560,14 +1575,41 @@ axes[1].set(yscale="log", xlabel="β", title="J の不足分 β KL(π‖π*)")
 drawn
 
 # %% [markdown]
-# 左の図では、PPO の丸は、8 シードが重なってフロンティアの上に乗っています。DPO の三角は、線のすぐ下に散らばります。四角は、左から $n=1,2,3,4,6,8,16$ の best-of-n です。
+# 左の図では、PPO の丸は、8 シードが重なってフロンティアの上に乗っています。DPO の三角は、線のすぐ下に散らばります（どちらも、右から $\beta=0.3,0.5,1,2$ です）。四角は、左から $n=1,2,3,4,6,8,16$ の best-of-n です。
 # どれも線に近いので、右の図に、同じ $\beta$ の $\pi^*$ からの $J$ の不足分 $\beta D_{\mathrm{KL}}[\pi\|\pi^*]$ （ステップ 1）を、対数の目盛りで描きました。
 
 # %%
 for b in BETAS:
     of_ppo, of_dpo = (lacks[name][b].quantile(0.5) for name in trained)
-    check(f"β = {b}: 不足分の中央値は、PPO のほうがずっと小さい",
-          of_ppo < of_dpo / 4, f"PPO {of_ppo:.5f}、DPO {of_dpo:.5f}")
+    detail = f"PPO {of_ppo:.5f}、DPO {of_dpo:.5f}"
+    if b < 0.5:
+        check(f"β = {b}: どちらも不足分は小さい",
+              max(of_ppo, of_dpo) < 0.003, detail)
+    else:
+        check(f"β = {b}: 不足分の中央値は、PPO のほうがずっと小さい",
+              of_ppo < of_dpo / 4, detail)
+
+# %% [markdown]
+# DPO の不足分は、損失を下げきれていないためでしょうか、それとも、引いた対の数が足りないためでしょうか。対を 1/4（800 対）に減らして、比べます。
+
+# %%
+for b in BETAS:
+    fewer = dpo(b, [y[..., :800] for y in pairs])
+    lack = b * kl(fewer, tilt(one_ref_logps, one_scores / b)).mean(-1)
+    more = lack.quantile(0.5) / lacks["DPO"][b].quantile(0.5)
+    check(f"β = {b}: 対を 1/4 にすると、DPO の不足分は 3 倍以上", more > 3,
+          f"{more:.1f} 倍")
+
+# %%
+target = tilt(one_ref_logps, one_scores / 0.3)
+long_lack = 0.3 * kl(dpo(0.3, pairs, steps=400), target).mean(-1)
+check("β = 0.3: 2 倍長く学習しても、DPO の不足分はほとんど同じ",
+      abs(long_lack / lacks["DPO"][0.3] - 1).max() < 0.1)
+long_lack = 0.3 * kl(ppo(0.3, *many)[-1], target).mean(-1)
+before, after = (x.quantile(0.5) for x in (lacks["PPO"][0.3], long_lack))
+check("β = 0.3: 更新も回答も 2 倍にすると、PPO は近づく",
+      after < before * 0.75,
+      f"{before:.5f} → {after:.5f}")
 
 # %% [markdown]
 # best-of-n には $\beta$ がないので、同じ KL でのフロンティアの高さと比べます。
@@ -1591,7 +1633,8 @@ check("best-of-n は、フロンティアより少し低い", behind[1:].min() >
       and behind.max() < 0.06)
 
 # %% [markdown]
-# PPO がいちばん近いのは、学習のよしあしだけではなく、見ているものが違うからです。PPO は点数をじかに見ますが、DPO は雑音の入った勝ち負けしか見ません。報酬モデルの誤りまで含めた比較ではないことに注意してください（点数を真の報酬とみなしています）。
+# 不足分の理由は違います。DPO は損失を下げきっていて、残った不足分は、雑音の入った勝ち負けを 3,200 対しか見ていないことによります。PPO は点数をじかに見るので、 $\beta\ge0.5$ ではずっと近くまで着きます。 $\beta=0.3$ では $\pi^*$ が遠く、100 回ではまだ途中です。
+# 報酬モデルの誤りまで含めた比較ではないことに注意してください（点数を真の報酬とみなしています）。
 # best-of-n は、学習なしでフロンティアのすぐ下に来ます。ただし、使うたびに $n$ 個の回答を書かなければなりません。
 #
 # ### 実験 3：報酬の中の k1、k2、k3
@@ -1650,12 +1693,16 @@ for name, found in climbs.items():
 # %%
 fallen = (climbs["k3"][-1].amin((-2, -1))
           - climbs["k3"][150].amin((-2, -1))) / np.log(10)
-check("k3: いちばん出にくい回答の確率は、150 回で 10 桁近く下がりつづける",
+check("k3: いちばん出にくい回答の確率は、後半の 150 回でも 8 桁以上下がる",
       fallen.max() < -8, f"{fallen.min():.0f}〜{fallen.max():.0f} 桁")
+rare = {name: (found[-1] - star_8).amin((-2, -1)) / np.log(10)
+        for name, found in climbs.items()}
+check("k2、k3: π* より 1 桁以上低い回答がある",
+      max(rare[name].max() for name in ("k2", "k3")) < -1)
 
 # %% [markdown]
-# $k_2$ と $k_3$ では $\pi^*$ に着かないだけでなく、参照方策が書くはずの回答が書かれなくなります。とくに $k_3$ では、確率がどこまでも下がります。ステップ 3 の図のとおり、出しにくくなったトークンにも罰が付き、さらに出しにくくなるのだと考えられます。
-# サポートページの `kl_estimator="k1"` は、大事な指定です。
+# $k_2$ と $k_3$ では $\pi^*$ に着かないだけでなく、出にくい回答の確率が、 $\pi^*$ よりもずっと低くなります。とくに $k_3$ では、300 回たっても下がりつづけています。ステップ 3 の図のとおり、出しにくくなったトークンにも罰が付き、さらに出しにくくなるのだと考えられます。
+# サポートページの `kl_estimator="k1"` （TRL の既定値でもあります）は、大事な指定です。
 #
 # ### 実験 4：β を 0 に近づけると
 #

@@ -282,7 +282,7 @@ for seed, lengths in enumerate(((1, 5, 3), (4, 4, 4), (2, 1, 1))):
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# 勾配を確かめます。目標へ向かって $\epsilon$ より動いた値では 0、逆へ動いた値では誤差そのものです。
+# 勾配を確かめます。目標へ向かって $\epsilon$ より動いた値では（目標を大きく通り過ぎないかぎり）0、逆へ動いた値では誤差そのものです。
 
 # %% nbgrader={"grade": true, "grade_id": "test_value_gradient", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 for v, expected in ((0.1, -0.9), (0.5, 0.0), (-0.5, -1.5)):
