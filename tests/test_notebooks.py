@@ -158,12 +158,12 @@ def width_complaints(cells) -> list[str]:
     return complaints
 
 
-def length_complaints(cells) -> list[str]:
+def length_complaints(cells, median: int = 7) -> list[str]:
     """One idea a cell."""
     lengths = [sum(bool(line.strip()) for line in cell.source.splitlines()) for cell in cells]
     complaints = [f"a cell of {n} lines: {cell.source[:60]}"
                   for n, cell in zip(lengths, cells, strict=True) if n > 25]
-    if statistics.median(lengths) > 7:
+    if statistics.median(lengths) > median:
         complaints.append(f"the median cell has {statistics.median(lengths)} lines")
     return complaints
 
@@ -254,6 +254,11 @@ def test_keywords_exist_in_the_installed_release(path):
 @each_source
 def test_cells_are_short(path):
     assert not length_complaints(code_cells(path))
+
+
+@pytest.mark.parametrize("path", EXERCISES, ids=name)
+def test_cells_of_exercises_are_not_long(path):
+    assert not length_complaints(code_cells(path), median=25)  # half of them are tests
 
 
 @each_source

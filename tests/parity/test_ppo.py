@@ -60,7 +60,7 @@ def ask(tokenizer, dtype):
 @pytest.fixture
 def assert_close(dtype):
     exact = dtype == torch.float64
-    tolerance = dict(rtol=0, atol=1e-12) if exact else dict(rtol=1e-5, atol=1e-6)
+    tolerance = dict(rtol=0, atol=1e-12) if exact else dict(rtol=1e-6, atol=1e-6)
 
     def compare(ours, theirs):
         torch.testing.assert_close(ours, theirs, check_dtype=False, **tolerance)

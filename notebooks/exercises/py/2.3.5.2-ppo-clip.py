@@ -54,7 +54,7 @@ from companion.plots import curves
 
 warnings.simplefilter("ignore")  # 自動採点は警告の表示も誤りと数えるため
 
-
+# %% nbgrader={"grade": false, "grade_id": "helpers", "locked": true, "schema_version": 3, "solution": false, "task": false}
 def double(values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -212,7 +212,7 @@ def ppo_policy_loss(logps, old_logps, advantages, mask, epsilon):
 # %% [markdown]
 # はじめは 1 トークンで、四つの場合を確かめます。 $\epsilon=0.2$ です。
 
-# %% nbgrader={"grade": true, "grade_id": "test_four_cases", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+# %% nbgrader={"grade": false, "grade_id": "four_cases", "locked": true, "schema_version": 3, "solution": false, "task": false}
 def value_and_slope(loss, w, A, epsilon=0.2):
     """1 トークンの目的関数（損失の符号を反転）と、log w についての傾き"""
     logp = double([[math.log(w) - 3.0]]).requires_grad_()
@@ -226,6 +226,9 @@ def value_and_slope(loss, w, A, epsilon=0.2):
 
 FOUR = {(1.5, 1.0): (1.2, 0.0), (1.5, -1.0): (-1.5, -1.5),
         (0.5, 1.0): (0.5, 0.5), (0.5, -1.0): (-0.8, 0.0)}
+
+
+# %% nbgrader={"grade": true, "grade_id": "test_four_cases", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 found = [value_and_slope(ppo_policy_loss, w, A) for w, A in FOUR]
 hints = {
     (1.5, -1.2, 0.8, -0.5): "min ではなく max になっているようです。",
