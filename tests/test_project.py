@@ -195,6 +195,18 @@ def test_no_file_names_the_machine_it_was_written_on(files):
         assert not found, f"{path.relative_to(ROOT)}: {found[0]}"
 
 
+def test_nothing_of_ours_reads_or_writes_pickles():
+    found = []
+    for path in [p for folder in ("src", "tools", "tests", "notebooks") for p in
+                 (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom):
+                text = ast.unparse(node)
+                if re.search(r"\btorch\.(load|save)$|pickle", text):
+                    found.append(f"{path.name}: {text}")
+    assert found == []
+
+
 def test_every_file_of_ours_is_opened_with_its_encoding():
     openers = {"open", "read_text", "write_text"}
     for folder in ("src", "tools", "tests", "notebooks"):

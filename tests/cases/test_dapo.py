@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
@@ -428,7 +429,7 @@ def as_one_of_two(folder):
     for size, parts in LAYOUTS:
         history, trainer = run_trl(folder, size, parts)
         name = f"{size}-{parts}-{trainer.accelerator.process_index}"
-        torch.save(parameters_of(trainer), folder / f"{name}.pt")
+        save_file({"all": parameters_of(trainer)}, folder / f"{name}.safetensors")
         logged = history[["loss", "grad_norm"]].iloc[0].to_dict()
         figures = logged | dict(processes=trainer.accelerator.num_processes, parts=trainer.parts)
         (folder / f"{name}.json").write_text(json.dumps(figures), encoding="utf-8")
@@ -454,7 +455,7 @@ def test_two_processes_change_nothing(tmp_path, at_once):
         assert both[0]["loss"] == pytest.approx(ours_of(seen), abs=1e-6)
         assert both[0]["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-5)
         for name in names:
-            found = torch.load(name.with_suffix(".pt"))
+            found = load_file(name.with_suffix(".safetensors"))["all"]
             assert (found - parameters).abs().max() <= 1e-6
 
 

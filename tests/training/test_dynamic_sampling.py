@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from trl import GRPOConfig, GRPOTrainer
 
 from companion.lm import checkpoint, load, token_log_probs
@@ -520,7 +521,8 @@ def as_one_of_two(folder: Path) -> None:
     [batch], [seen] = trainer.batches, trainer.micro_batches
     assert sorted(seen["prompt_ids"].tolist()) == sorted(batch["prompt_ids"].tolist())
     rank = trainer.accelerator.process_index
-    torch.save(batch, folder / f"{rank}.pt")
+    save_file({name: tensor.contiguous() for name, tensor in batch.items()},
+              folder / f"{rank}.safetensors")
     logged = history.iloc[0].to_dict() | {"processes": trainer.accelerator.num_processes}
     (folder / f"{rank}.json").write_text(json.dumps(logged), encoding="utf-8")
 
@@ -536,7 +538,7 @@ def test_two_processes_fill_one_batch(tmp_path):
         capture_output=True, text=True, timeout=240, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    parts = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
     logged = [json.loads((tmp_path / f"{r}.json").read_text(encoding="utf-8")) for r in range(2)]
     assert [row["processes"] for row in logged] == [2, 2]
     assert [len(part["prompt_ids"]) for part in parts] == [6, 6]
